@@ -19,7 +19,7 @@ $(READY): setup.cfg setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "$(PYTHON) is older than Python 3.10: run \`make PYTHON=python3.12\` or the like" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --use-pep517 -c constraints.txt -e '.[cli,plots,examples,test]'
+	$(BIN)/python -m pip install -qq --use-pep517 -c constraints.txt -e '.[cli,plots,examples,test]'
 	@touch $@
 
 train: $(READY)  ## train the example language model: accumulation, checkpointing, held-out perplexity
