@@ -1,12 +1,11 @@
 """``num_items="auto"``: counts tokens where it can know that the loss is a mean over them, and says what it chose.
 
-A wrong guess is a wrong gradient, so the rule is narrow: what cannot be known weighs the same, with a warning that names the
-setting to write.
+A wrong guess is a wrong gradient, so the rule is narrow: what cannot be known weighs the same, with a warning that
+names the setting to write.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,13 +21,21 @@ from lightning_gacp.accumulation.counters import (
 )
 
 _LABEL_KEYS = ("labels", "label", "targets", "target", "y")
-# Names of the loss functions of Hugging Face heads. The first shifts the labels itself, except in encoder-decoder models.
+# Names of the loss functions of Hugging Face heads. The first shifts the labels itself, except in encoder-decoder
+# models.
 _SHIFTING_LOSS = "ForCausalLMLoss"
 _TOKEN_LOSSES = ("ForMaskedLMLoss", "ForTokenClassification")
 
 
 class EqualWeights:
-    """Every micro-batch counts as one item: the mean of their losses."""
+    """Every micro-batch counts as one item: the mean of their losses.
+
+    Args:
+        advice: What to tell the user, where this was not asked for; to be said when the weights are first used.
+    """
+
+    def __init__(self, advice: str = "") -> None:
+        self.advice = advice
 
     def __call__(self, batch: Any) -> int:
         """Counts one batch."""
@@ -97,21 +104,20 @@ def _by_targets(batch: Any) -> Counter:
     if isinstance(targets, Tensor) and not targets.is_floating_point() and not targets.is_complex():
         if targets.ndim and targets.numel() == targets.shape[0]:
             return Samples() if key is None else Targets(key)
-        shown = tuple(targets.shape)
+        shown: tuple[Any, ...] = tuple(targets.shape)
     elif _is_list(targets):
         shown = (len(targets), "ragged")
     elif first_tensor(batch) is not None:
         return Samples()
     else:
         shown = ()
-    warnings.warn(
-        f"`num_items='auto'` found targets of shape {shown} in {describe(batch)} and cannot know whether the loss is a mean over"
+    return EqualWeights(
+        f"`num_items='auto'` found targets of shape {shown} in {describe(batch)} and cannot know whether the loss"
+        " is a mean over"
         " them, so every micro-batch weighs the same. If it is a mean over targets, write"
         " `num_items='labels'` (or `lightning_gacp.Targets(key=..., ignore_index=...)`); if it is a mean over samples,"
-        " `num_items='samples'`; if equal weights are right, `num_items=None`.",
-        stacklevel=2,
+        " `num_items='samples'`; if equal weights are right, `num_items=None`."
     )
-    return EqualWeights()
 
 
 def _find_targets(batch: Any) -> tuple[str | int | None, Any]:

@@ -1,7 +1,7 @@
 """Counters: how many items the loss of a micro-batch is a mean over.
 
-A counter is any callable from the batch, as the loader yields it (on the host, so that counting does not synchronise the
-device), to a number.
+A counter is any callable from the batch, as the loader yields it (on the host, so that counting does not synchronise
+the device), to a number.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class Samples:
         tensor = first_tensor(batch)
         if tensor is None:
             raise ValueError(
-                f"`num_items='samples'` counts the first dimension of a tensor of the batch, and found none in {describe(batch)}."
+                "`num_items='samples'` counts the first dimension of a tensor of the batch, and found none in"
+                f" {describe(batch)}."
                 " Write a counter of your own instead: `num_items=lambda batch: ...`."
             )
         return int(tensor.shape[0])

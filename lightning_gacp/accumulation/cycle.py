@@ -1,11 +1,12 @@
 """The arithmetic of one accumulation cycle. Plain Python numbers: it can be checked with a pencil.
 
-A cycle is a run of micro-batches between two optimizer steps. With mean losses ``L_i`` over ``n_i`` items, ``N`` the items of
-the whole cycle on all ranks and ``W`` ranks whose gradients are averaged, the gradient of the step must be
+A cycle is a run of micro-batches between two optimizer steps. With mean losses ``L_i`` over ``n_i`` items, ``N`` the
+items of the whole cycle on all ranks and ``W`` ranks whose gradients are averaged, the gradient of the step must be
 ``sum_i n_i L_i / N``: what one big batch would give. ``N`` is not known before the last micro-batch, so:
 
-* while the cycle is open a loss is weighted by ``n_i / R``, where ``R`` is a reference count that is the same on every rank
-  (the mean count per rank of the first micro-batch that has items). ``R`` only keeps the numbers near 1, which fp16 needs;
+* while the cycle is open a loss is weighted by ``n_i / R``, where ``R`` is a reference count that is the same on
+  every rank (the mean count per rank of the first micro-batch that has items). ``R`` only keeps the numbers near 1,
+  which fp16 needs;
 * before the backward of the last micro-batch the gradients gathered so far are multiplied by ``R / (N / W)``, and the
   last loss is weighted by ``n_last / (N / W)``.
 
@@ -52,7 +53,8 @@ class CycleResult:
         micro_batches: Micro-batches that this rank ran in it.
         num_items: Items on this rank.
         total_items: Items on all ranks.
-        stepped: Whether the optimizer stepped (a cycle without items, or one whose step a gradient scaler skipped, did not).
+        stepped: Whether the optimizer stepped (a cycle without items, or one whose step a gradient scaler skipped,
+            did not).
         loss: 0-dim tensor on the device, detached: the mean of the loss over this rank's items. ``None`` without items.
     """
 
@@ -81,13 +83,13 @@ class AccumulationCycle:
         cycle.reset()
 
     Args:
-        loss_reduction: ``"mean"``: each loss is a mean over its items. ``"sum"``: a sum over its items. ``"prescaled"``: it
-            has been divided by the items of the whole cycle already.
+        loss_reduction: ``"mean"``: each loss is a mean over its items. ``"sum"``: a sum over its items.
+            ``"prescaled"``: it has been divided by the items of the whole cycle already.
         world_size: Number of ranks whose gradients are averaged (``W``).
-        sum_over_ranks: Adds up a short list of numbers over these ranks; called once or twice a cycle, in the same order
-            on every rank. The default is one rank alone.
-        average_across_ranks: ``True``: the step is the mean over the items of all ranks. ``False``: every rank takes the
-            mean over its own items, and ranks weigh the same.
+        sum_over_ranks: Adds up a short list of numbers over these ranks; called once or twice a cycle, in the same
+            order on every rank. The default is one rank alone.
+        average_across_ranks: ``True``: the step is the mean over the items of all ranks. ``False``: every rank takes
+            the mean over its own items, and ranks weigh the same.
 
     Raises:
         ValueError: For an unknown ``loss_reduction``.
@@ -102,7 +104,8 @@ class AccumulationCycle:
     ) -> None:
         if loss_reduction not in get_args(LossReduction):
             raise ValueError(
-                f"`loss_reduction={loss_reduction!r}` is not known: write one of {', '.join(map(repr, get_args(LossReduction)))}."
+                f"`loss_reduction={loss_reduction!r}` is not known: write one of"
+                f" {', '.join(map(repr, get_args(LossReduction)))}."
             )
         self.loss_reduction = loss_reduction
         self.world_size = world_size
@@ -180,7 +183,7 @@ class AccumulationCycle:
         return items if self.loss_reduction == "mean" else float(items > 0)
 
     def _prescaled_weight(self, items: float) -> float:
-        """The loss is complete but for the mean over ranks, which divides by ``W`` what was divided by ``N`` already."""
+        """All that is left to undo is the mean over ranks, which divides by ``W`` what was divided by ``N``."""
         if items == 0:
             return 0.0
         return float(self.world_size) if self.average_across_ranks else 1.0

@@ -1,4 +1,4 @@
-"""What is done to gradients in a cycle: scaled, set aside, put back, filled with zeros. Works on any tensors with ``.grad``."""
+"""What is done to gradients in a cycle: scaled, set aside, put back, filled with zeros."""
 
 from __future__ import annotations
 

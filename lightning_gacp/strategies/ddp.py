@@ -1,0 +1,102 @@
+"""``gacp_ddp``: exact accumulation over the ranks of DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch import Trainer
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_gacp.accumulation.gradients import zero_loss
+from lightning_gacp.strategies.mixin import AccumulationMixin
+from lightning_gacp.strategies.ranks import HostSum
+from lightning_gacp.strategies.single_device import register
+
+
+class GACPDDPStrategy(AccumulationMixin, DDPStrategy):
+    """Exact gradient accumulation with DistributedDataParallel: one all-reduce of the gradients a cycle.
+
+    The arguments are those of ``AccumulationMixin``, then those of ``DDPStrategy``.
+    """
+
+    strategy_name = "gacp_ddp"
+    _host_sum: HostSum | None = None
+    _first_backward_is_synced = False
+
+    def setup(self, trainer: Trainer) -> None:
+        """Sets up DDP; refuses what its reducer cannot do."""
+        if self.settings.grad_dtype is not None:
+            raise MisconfigurationException(
+                f"`grad_dtype={self.settings.grad_dtype}` does not work with DistributedDataParallel: its reducer"
+                " takes gradients in the"
+                " parameter's dtype only. Train in `precision='bf16-mixed'` (float32 parameters and gradients), or with"
+                ' `strategy="gacp_model_parallel"`.'
+            )
+        self._host_sum = HostSum()
+        self._first_backward_is_synced = False
+        super().setup(trainer)
+
+    @property
+    def _ranks(self) -> int:
+        return self.world_size
+
+    def _sum_over_ranks(self, values: Sequence[float]) -> Sequence[float]:
+        assert self._host_sum is not None
+        return self._host_sum(values)
+
+    def _synced(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.block_backward_sync()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Holds the all-reduce back, except in the first backward of a static graph: torch learns the graph from it.
+
+        What is reduced early is then the same on all ranks, and a mean over ranks leaves it as it is.
+        """
+        model = self.model
+        if not isinstance(model, DistributedDataParallel):
+            yield
+        elif model.static_graph and not self._first_backward_is_synced:
+            self._first_backward_is_synced = True
+            yield
+        else:
+            with model.no_sync():
+                yield
+
+    def gradients_are_views(self) -> bool:
+        """Whether ``.grad`` may be a view of a bucket of the reducer."""
+        return isinstance(self.model, DistributedDataParallel) and self.model.gradient_as_bucket_view
+
+    def _backward_without_items(self, loss: Tensor, optimizer: Optimizer | None) -> None:
+        """Takes part in the all-reduce with zeros, from a graph that reaches every parameter."""
+        assert self._current is not None
+        model = self.model
+        if not self._current.last or not isinstance(model, DistributedDataParallel):
+            return
+        zero = zero_loss(model.parameters())
+        if model.require_backward_grad_sync and not model.static_graph:
+            prepare_for_backward(model, zero)
+        zero.backward()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers ``gacp_ddp`` and, as Lightning does, its variants."""
+        what = "Exact gradient accumulation with DistributedDataParallel"
+        register(strategy_registry, "gacp_ddp", cls, what)
+        register(
+            strategy_registry,
+            "gacp_ddp_find_unused_parameters_true",
+            cls,
+            f"{what}, with `find_unused_parameters`",
+            find_unused_parameters=True,
+        )
+        register(strategy_registry, "gacp_ddp_spawn", cls, f"{what}, with `start_method='spawn'`", start_method="spawn")
+        register(strategy_registry, "gacp_ddp_fork", cls, f"{what}, with `start_method='fork'`", start_method="fork")

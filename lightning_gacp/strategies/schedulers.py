@@ -1,0 +1,38 @@
+"""Learning-rate schedulers that move only with the optimizer.
+
+``step`` is gated by a generated subclass. Patching it onto the instance would put the patch into every checkpoint: a
+scheduler's ``state_dict`` takes all instance attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+# (class of the scheduler, gate) of every scheduler whose class is swapped now, by its id.
+_MARK = "_gacp_original_class"
+
+
+def gate_scheduler(scheduler: Any, may_step: Callable[[], bool]) -> None:
+    """Makes ``scheduler.step`` do nothing while ``may_step()`` is false.
+
+    Args:
+        scheduler: Any object with a ``step`` method.
+        may_step: Asked at each call.
+    """
+    original = type(scheduler)
+    if hasattr(original, _MARK):
+        return
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original.step(self, *args, **kwargs) if may_step() else None
+
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, _MARK: original, "step": step}
+    scheduler.__class__ = type(original.__name__, (original,), names)
+
+
+def release_scheduler(scheduler: Any) -> None:
+    """Gives the scheduler its class back."""
+    original = getattr(type(scheduler), _MARK, None)
+    if original is not None:
+        scheduler.__class__ = original
