@@ -137,16 +137,18 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     sizes = {"width": 96, "depth": 8, "heads": 4, "context": 256}
-    data = micro_batches(15, 4, 256)
-    tokens = [int((batch["labels"] != -100).sum()) for batch in data]
-    print(f"tokens of the micro-batches: {tokens}")
-    print("largest relative error over the cycles, float32; 15 micro-batches, so 2 and 7 end with a short cycle of 1")
-    print(f"{'micro-batches a cycle':<24} {'ours, automatic':>16} {'ours, manual':>16} {'Lightning':>16}")
-    for cycle in (1, 2, 3, 7):
-        automatic = max(errors(data, cycle, True, False, **sizes))
-        manual = max(errors(data, cycle, True, True, **sizes))
-        lightning = max(errors(data, cycle, False, False, **sizes))
-        print(f"{cycle:<24} {automatic:>16.1e} {manual:>16.1e} {lightning:>16.1e}")
+    print("relative error of the gradient, float32: largest of the full cycles / the short cycle at the end")
+    print(f"{'paragraphs':<12}{'micro-batches':<15}{'ours, automatic':<20}{'ours, manual':<20}{'Lightning':<20}")
+    for paragraphs_each in (4, 1):
+        for cycle in (1, 2, 3, 7):
+            short = 0 if cycle == 1 else 1
+            data = micro_batches(14 // cycle * cycle + short, paragraphs_each, 256)
+            cells = []
+            for ours, manual in ((True, False), (True, True), (False, False)):
+                found = errors(data, cycle, ours, manual, **sizes)
+                full, rest = found[: len(data) // cycle], found[len(data) // cycle :]
+                cells.append(f"{max(full):.1e} / " + (f"{rest[0]:.1e}" if rest else "-"))
+            print(f"{paragraphs_each:<12}{cycle:<15}" + "".join(f"{cell:<20}" for cell in cells))
 
 
 if __name__ == "__main__":

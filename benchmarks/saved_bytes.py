@@ -46,9 +46,11 @@ def saved_bytes(run: Callable[[], Tensor], leave_out: Iterable[Tensor]) -> int:
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
+        # Detached: a node that holds its own output would never be freed. Held: no other storage gets this address.
+        tensor = tensor.detach()
         pointer = tensor.untyped_storage().data_ptr()
         if pointer and pointer not in known:
-            kept[pointer] = tensor  # held, so that no other storage gets the same address meanwhile
+            kept[pointer] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -1,0 +1,109 @@
+"""What the README and the pages in ``docs/`` tell a reader to run, runs; what they link to is there.
+
+Blocks of a page run in order, each language in its own way:
+
+* ``python``: in one namespace a page, which starts with ``module`` and ``datamodule`` of a tiny language model;
+* ``yaml``: given to the example's command line after ``base.yaml``, cut to a few micro-batches;
+* ``bash``: each line must be a target of the Makefile, or a known command, which is then run in the same cut form.
+
+A block that begins with ``# not run:`` is left out; the line says why.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+# Lines of bash that are not tried here, each because something else does it.
+TRIED_ELSEWHERE = (
+    "pip install",  # what `make` does first
+    "git clone",
+    "cd ",
+    "python benchmarks/",  # the figures are tests of their own
+)
+
+Load = Callable[[str], Any]
+
+# What the pages show on purpose: settings without effect on a CPU say so.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*accelerator.*"),
+    pytest.mark.filterwarnings("ignore:.*has no effect.*"),
+]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    found = [body for name, body in FENCE.findall(page.read_text()) if name == language]
+    return [body for body in found if not body.startswith("# not run:")]
+
+
+def cases(language: str) -> list[Any]:
+    return [
+        pytest.param(page, body, id=f"{page.stem}-{place}")
+        for page in PAGES
+        for place, body in enumerate(blocks(page, language))
+    ]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_python(page: Path, example: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every snippet runs as it stands, in the order of the page."""
+    script = example("train_lm")
+    namespace: dict[str, Any] = {
+        "module": script.LanguageModel(width=16, depth=4, heads=2, context=64),
+        "datamodule": script.Paragraphs(context=64, limit=40),
+    }
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    for place, body in enumerate(blocks(page, "python")):
+        exec(compile(body, f"{page.name}, python block {place}", "exec"), namespace)
+
+
+@pytest.mark.parametrize(("page", "body"), cases("yaml"))
+def test_yaml(page: Path, body: str, example: Load, tiny: list[str], tmp_path: Path) -> None:
+    """Every YAML snippet is a config that trains."""
+    (tmp_path / "snippet.yaml").write_text(body)
+    base = str(ROOT / "examples" / "configs" / "base.yaml")
+    cli = example("train_lm").main(["fit", "-c", base, "-c", str(tmp_path / "snippet.yaml"), *tiny])
+    assert cli.trainer.global_step > 0
+
+
+@pytest.mark.parametrize(("page", "body"), cases("bash"))
+def test_bash(page: Path, body: str, example: Load, tiny: list[str]) -> None:
+    """Every command line is one that exists."""
+    for line in body.replace("\\\n", " ").splitlines():
+        command = line.split("  #")[0].strip()
+        if not command or command.startswith(TRIED_ELSEWHERE):
+            continue
+        program, *arguments = shlex.split(command)
+        if program == "make":
+            assert set(arguments) <= TARGETS, command
+        else:
+            assert (program, arguments[0]) == ("python", "examples/train_lm.py"), f"not a known command: {command}"
+            rest = [str(ROOT / part) if part.endswith(".yaml") else part for part in arguments[1:]]
+            example("train_lm").main([*rest, *tiny])
+
+
+def test_links() -> None:
+    """Every relative link of a page leads to a file of the repository, and every page of docs/ is linked from the README."""
+    linked = set()
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+                linked.add((page.parent / target).resolve())
+    assert set(PAGES[1:]) <= linked
+
+
+def test_there_is_something_to_run() -> None:
+    """A change of the fences must not turn the tests above into nothing."""
+    readme = ROOT / "README.md"
+    assert all(blocks(readme, language) for language in ("python", "yaml", "bash"))
