@@ -1,0 +1,368 @@
+"""The transfer engine: moves saved tensors to the host and back on two streams of its own.
+
+Note: [Who may touch which buffer when]
+    Each memory area is touched by at most two streams at a time, and each change of hands is ordered by an event that
+    is waited for *by a stream*, never by the host. The names in capitals are those of `Site`.
+
+    *Source* (device memory of the saved tensor). Belongs to compute, the stream that was current when it was packed.
+        out reads it, after what compute had been given by then (SOURCE_WRITTEN). It is held meanwhile (SOURCE_HELD),
+        and before it is let go compute waits for the event ``copied`` (RELEASED_*), as what compute allocates
+        next may get the same memory. An in-place change while it is held is found by its version: the copy is spoiled.
+
+    *Slot* (pinned host memory). Belongs to out and in. out writes it once; the event ``copied`` marks the end. in reads
+    it
+        any number of times, each time after ``copied`` (HOST_WRITTEN); ``arrived`` marks the end of the last time. When
+        the record has died, out waits for ``arrived`` (SLOT_READ), and the slot may be given to another tensor. Copies
+        out need no order among themselves: they are on one stream.
+
+    *Destination* (device memory of the tensor that comes back). Allocated on the compute stream that will use it, so it
+    is
+        freed there too, like any other tensor. in writes it, after what that stream had been given at the allocation
+        (DESTINATION_FREE). It is held meanwhile (DESTINATION_HELD). Before compute reads it, it waits for ``arrived``
+        (ARRIVED); before an unused one is let go, the stream that it was allocated on does (DROPPED_*). A stream
+        that wants a tensor that was brought back for another gets a destination of its own.
+
+Note: [What bounds device memory]
+    In flight: what the largest call of a block has moved. So a source waits for the whole next block to be computed
+    before compute waits for its copy. Arriving: what ``prefetch`` + 1 calls have moved.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Container
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from lightning_gacp.offload.device import Device, Site, Stream
+from lightning_gacp.offload.host import default_cap
+from lightning_gacp.offload.order import Call, Order
+from lightning_gacp.offload.records import (
+    HostCopy,
+    Kept,
+    Layout,
+    Offloaded,
+    Record,
+    changed_in_place,
+    is_alive,
+    layout_of,
+    weak_storage,
+)
+from lightning_gacp.offload.statistics import Counters, Stats
+from lightning_gacp.offload.transfers import Transfers
+
+_log = logging.getLogger("lightning_gacp")
+
+
+class OffloadEngine:
+    """Moves the saved tensors of some blocks. One for each model that is offloaded; all its methods are thread-safe.
+
+    Args:
+        device: Where the tensors are, or ``None`` where there is no accelerator: then nothing is ever moved.
+        max_host_bytes: Cap of the pinned memory; ``None``: what is available less a reserve, over the local ranks.
+        prefetch: How many calls ahead tensors are brought back.
+        in_flight_bound: Most bytes of sources held while they are copied. ``None``: what the largest call moves.
+    """
+
+    def __init__(
+        self,
+        device: Device | None,
+        *,
+        max_host_bytes: int | None = None,
+        prefetch: int = 1,
+        in_flight_bound: int | None = None,
+    ) -> None:
+        self.device = device
+        self.prefetch = prefetch
+        self._fixed_bound = in_flight_bound
+        self._largest_call = 0
+        # Reentrant, because a finaliser of the application may run a backward while this thread is inside the engine.
+        self._lock = threading.RLock()
+        self._graveyard: deque[HostCopy] = deque()
+        self._order = Order()
+        self._known: dict[Layout, ref[Record]] = {}
+        self._in_flight: dict[HostCopy, None] = {}
+        self._in_flight_bytes = 0
+        self._arriving: dict[HostCopy, None] = {}
+        self._arriving_bytes = 0
+        self._live = 0
+        self._told_full = False
+        self._count = Counters()
+        cap: Callable[[], int] = default_cap if max_host_bytes is None else lambda: max_host_bytes
+        self._transfers = None if device is None else Transfers(device, self._count, cap)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a device to offload from."""
+        return self.device is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadEngine":
+        """A copy of a model shares the engine: streams and pinned memory are the process's, not the model's."""
+        return self
+
+    def begin(self, block: int) -> Call:
+        """Start a call of block number ``block``, whose saved tensors will be packed."""
+        with self._lock:
+            self.drain()
+            return self._order.begin(self, block)
+
+    def pack(self, call: Call, tensor: Tensor, keep_because: str | None) -> Kept | Offloaded:
+        """Take a tensor that autograd saves, and return what autograd holds in its place.
+
+        Args:
+            call: The call of a block that saves it.
+            tensor: Is not held in any form that the graph could own.
+            keep_because: Why it has to stay on the device, or ``None`` to move it.
+        """
+        nbytes = tensor.numel() * tensor.element_size() if keep_because is None else 0
+        with self._lock, torch.no_grad():
+            self.drain()
+            if keep_because is None:
+                record = self._find_known(tensor, nbytes) or self._offload(call, tensor, nbytes)
+                if record is not None:
+                    return Offloaded(call, record)
+                keep_because = "host memory is full"
+            self._count.kept_tensors[keep_because] += 1
+            self._count.kept_bytes[keep_because] += nbytes or _size_of(tensor)
+            return Kept(call, tensor)
+
+    def unpack(self, saved: Kept | Offloaded) -> Tensor:
+        """Give autograd the tensor back, ready for the current stream, and bring back what it will ask for next.
+
+        Raises:
+            RuntimeError: The tensor was changed in place after it was saved, as autograd without hooks says it.
+        """
+        with self._lock, torch.no_grad():
+            self.drain()
+            if isinstance(saved, Kept):
+                if saved.tensor._version != saved.version:
+                    raise changed_in_place(
+                        tuple(saved.tensor.shape), saved.tensor.dtype, saved.tensor._version, saved.version
+                    )
+                if self._order.visit(saved.call, None) and self._live:
+                    self._bring_ahead(saved.call, self._moves.device.current_stream())
+                return saved.tensor
+            stream = self._moves.device.current_stream()
+            copy = saved.record.copy
+            if copy.handed_stream == stream:
+                tensor = copy.handed_tensor()
+                if tensor is not None:
+                    self._count.served["present"] += 1
+                    return tensor
+            another = self._order.visit(saved.call, saved.index)
+            tensor = self._fetch(copy, stream)
+            if another:
+                self._bring_ahead(saved.call, stream)
+            return tensor
+
+    def drain(self) -> None:
+        """Give back what dead graphs have left. Called at every pack and unpack, and by whoever wants it sooner."""
+        while self._graveyard:
+            with self._lock:
+                try:
+                    copy = self._graveyard.popleft()
+                except IndexError:  # another thread was faster
+                    return
+                self._bury(copy)
+
+    def stats(self) -> Stats:
+        """What was done so far."""
+        with self._lock:
+            self.drain()
+            count, moves = self._count, self._transfers
+            pool = None if moves is None else moves.pool
+            return {
+                "active": self.active,
+                "offloaded_tensors": count.offloaded_tensors,
+                "offloaded_bytes": count.offloaded_bytes,
+                "reloaded_tensors": count.reloaded_tensors,
+                "reloaded_bytes": count.reloaded_bytes,
+                "reused_tensors": count.reused_tensors,
+                "reused_bytes": count.reused_bytes,
+                "kept_tensors": dict(count.kept_tensors),
+                "kept_bytes": dict(count.kept_bytes),
+                "served": dict(count.served),
+                "dropped_reloads": count.dropped_reloads,
+                "waits": dict(count.waits),
+                "in_flight_bytes": self._in_flight_bytes,
+                "peak_in_flight_bytes": count.peak_in_flight_bytes,
+                "in_flight_bound_bytes": self._in_flight_bound,
+                "arriving_bytes": self._arriving_bytes,
+                "peak_arriving_bytes": count.peak_arriving_bytes,
+                "arriving_bound_bytes": self._arriving_bound,
+                "live_records": self._live,
+                "host_bytes": 0 if pool is None else pool.total_bytes,
+                "host_used_bytes": 0 if pool is None else pool.used_bytes,
+                "peak_host_used_bytes": 0 if pool is None else pool.peak_used_bytes,
+                "host_cap_bytes": None if pool is None else pool.cap_bytes,
+                "host_slabs": 0 if pool is None else pool.slabs,
+                "streams": 0 if moves is None else moves.streams,
+                "events": count.events,
+            }
+
+    # Copies out
+
+    def _find_known(self, tensor: Tensor, nbytes: int) -> Record | None:
+        """The record of a tensor that is on the host already, unchanged."""
+        known = self._known.get(layout_of(tensor))
+        record = None if known is None else known()
+        if record is None:
+            return None
+        copy = record.copy
+        if copy.spoiled or copy.version != tensor._version or not is_alive(copy.source_storage):
+            return None
+        self._count.reused_tensors += 1
+        self._count.reused_bytes += nbytes
+        return record
+
+    def _offload(self, call: Call, tensor: Tensor, nbytes: int) -> Record | None:
+        """Start the copy of ``tensor`` to the host. ``None``: there is no room."""
+        copy = self._moves.start_out(tensor.detach(), self._moves.device.current_stream())
+        if copy is None:
+            self._tell_full()
+            return None
+        self._in_flight[copy] = None
+        self._in_flight_bytes += nbytes
+        call.nbytes += nbytes
+        self._largest_call = max(self._largest_call, call.nbytes)
+        while self._in_flight_bytes > self._in_flight_bound:
+            self._release(next(iter(self._in_flight)), Site.RELEASED_AT_BOUND)
+        self._count.peak_in_flight_bytes = max(self._count.peak_in_flight_bytes, self._in_flight_bytes)
+        self._count.offloaded_tensors += 1
+        self._count.offloaded_bytes += nbytes
+        self._live += 1
+        record = Record(copy, self._graveyard)
+        self._known[copy.layout] = ref(record)
+        return record
+
+    def _release(self, copy: HostCopy, site: Site) -> None:
+        """Let go of a source, once its stream has been told to wait for the copy."""
+        self._moves.wait(copy.source_stream, copy.copied, site)
+        if copy.source is not None and copy.source._version != copy.version:
+            copy.spoiled = True
+        copy.source = None
+        copy.in_flight = False
+        del self._in_flight[copy]
+        self._in_flight_bytes -= copy.nbytes
+
+    # Copies in
+
+    def _fetch(self, copy: HostCopy, stream: Stream) -> Tensor:
+        """The tensor of ``copy`` on the device, complete for ``stream``."""
+        source = copy.source
+        if copy.in_flight:
+            same = copy.source_stream == stream
+            self._release(copy, Site.RELEASED_TO_BACKWARD if same else Site.RELEASED_TO_OTHER_STREAM)
+            if same and source is not None and not copy.spoiled:
+                self._count.served["in flight"] += 1
+                return source
+        if copy.spoiled:
+            _, size, _, dtype = copy.layout
+            found = copy.version + 1 if source is None else source._version
+            raise changed_in_place(size, dtype, found, copy.version)
+        if copy.arriving is not None and copy.destination_stream != stream:
+            self._drop(copy, Site.DROPPED_OTHER_STREAM)
+        if copy.arriving is not None:
+            tensor = copy.arriving
+            self._no_longer_arriving(copy)
+            self._count.served["ahead"] += 1
+        else:
+            tensor = self._moves.start_in(copy, stream)
+            self._count.served["on demand"] += 1
+        assert copy.arrived is not None
+        self._moves.wait(stream, copy.arrived, Site.ARRIVED)
+        copy.handed = weak_storage(tensor)
+        copy.handed_stream = stream
+        return tensor
+
+    def _bring_ahead(self, call: Call, stream: Stream) -> None:
+        """Start reloads of what ``call`` and the calls after it will ask for."""
+        if self.prefetch == 0:
+            return
+        calls = [call, *self._order.ahead(call, self.prefetch)]
+        wanted = {record.copy: None for one in calls for record in self._order.remaining(one)}
+        for copy in wanted:
+            present = is_alive(copy.handed)
+            if copy.in_flight or copy.spoiled or copy.arriving is not None or present:
+                continue
+            if not self._make_room(copy.nbytes, wanted):
+                return
+            try:
+                destination = self._moves.start_in(copy, stream)
+            except torch.OutOfMemoryError:  # it will be asked for when there is no other way
+                return
+            copy.arriving = self._moves.device.hold(destination, Site.DESTINATION_HELD)
+            self._arriving[copy] = None
+            self._arriving_bytes += copy.nbytes
+            self._count.peak_arriving_bytes = max(self._count.peak_arriving_bytes, self._arriving_bytes)
+
+    def _make_room(self, nbytes: int, wanted: Container[HostCopy]) -> bool:
+        """Drop wrong guesses, oldest first, until ``nbytes`` more may arrive."""
+        for copy in [copy for copy in self._arriving if copy not in wanted]:
+            if self._arriving_bytes + nbytes <= self._arriving_bound:
+                break
+            self._drop(copy, Site.DROPPED_EVICTED)
+        return self._arriving_bytes + nbytes <= self._arriving_bound
+
+    def _drop(self, copy: HostCopy, site: Site) -> None:
+        """Let go of a destination that nobody has used, once its stream has been told to wait for the copy."""
+        assert copy.arrived is not None
+        self._moves.wait(copy.destination_stream, copy.arrived, site)
+        self._no_longer_arriving(copy)
+        self._count.dropped_reloads += 1
+
+    def _no_longer_arriving(self, copy: HostCopy) -> None:
+        copy.arriving = None
+        del self._arriving[copy]
+        self._arriving_bytes -= copy.nbytes
+
+    def _bury(self, copy: HostCopy) -> None:
+        """Give back everything of a copy whose record has died."""
+        if copy.in_flight:
+            self._release(copy, Site.RELEASED_DEAD)
+        if copy in self._arriving:
+            self._drop(copy, Site.DROPPED_DEAD)
+        self._moves.give_back(copy)
+        known = self._known.get(copy.layout)
+        if known is not None and known() is None:
+            del self._known[copy.layout]
+        self._live -= 1
+
+    # What the above is made of
+
+    @property
+    def _moves(self) -> Transfers:
+        assert self._transfers is not None
+        return self._transfers
+
+    @property
+    def _in_flight_bound(self) -> int:
+        return self._largest_call if self._fixed_bound is None else self._fixed_bound
+
+    @property
+    def _arriving_bound(self) -> int:
+        return (self.prefetch + 1) * self._largest_call
+
+    def _tell_full(self) -> None:
+        if self._told_full:
+            return
+        self._told_full = True
+        pool = self._moves.pool
+        why = f"the allocation of pinned memory failed: {pool.failure}" if pool.failure else "its cap is reached"
+        _log.warning(
+            "Activation offload: %.2f GiB of host memory are in use and %s. From here on, what does not fit stays on "
+            "the device. Set `max_host_bytes` higher, or offload less with `fraction`.",
+            pool.total_bytes / 2**30,
+            why,
+        )
+
+
+def _size_of(tensor: Tensor) -> int:
+    """Bytes of any tensor; 0 where it cannot say."""
+    try:
+        return tensor.numel() * tensor.element_size()
+    except (RuntimeError, NotImplementedError):
+        return 0

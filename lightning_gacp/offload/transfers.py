@@ -1,0 +1,123 @@
+"""Copies between the device and host memory, on two streams of their own. What orders them is said in `engine`."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightning_gacp.offload.device import Device, Event, Site, Stream
+from lightning_gacp.offload.pool import Piece, SlabPool
+from lightning_gacp.offload.records import HostCopy
+from lightning_gacp.offload.statistics import Counters
+
+
+class Transfers:
+    """The side streams, the events and the host memory of an engine. The engine's lock guards it.
+
+    The streams are made once, as each new one would get a memory pool of its own. Events are used again as soon as the
+    waits for them are issued.
+
+    Args:
+        device: What is copied from and to.
+        count: Where copies, waits and events are counted.
+        cap: Returns the most bytes of host memory that may be taken.
+    """
+
+    def __init__(self, device: Device, count: Counters, cap: Callable[[], int]) -> None:
+        self.device = device
+        self.pool = SlabPool(device.allocate_host, cap)
+        self._count = count
+        self._events: list[Event] = []
+        self._streams: tuple[Stream, Stream] | None = None
+
+    @property
+    def streams(self) -> int:
+        """How many streams were made."""
+        return 0 if self._streams is None else len(self._streams)
+
+    def start_out(self, source: Tensor, stream: Stream) -> HostCopy | None:
+        """Start the copy of a tensor of ``stream`` to the host, or return ``None``: there is no room.
+
+        The copy is complete at its event ``copied``; until then the source is held.
+        """
+        pieces = self.pool.take(source.numel() * source.element_size())
+        if pieces is None:
+            return None
+        try:
+            out, _ = self._side_streams()
+            self._order_after(out, stream, Site.SOURCE_WRITTEN)
+            for part, host in self._pair(source, pieces):
+                self.device.copy(host, part, out)
+            copied = self._new_event()
+            self.device.record(copied, out)
+            copy = HostCopy(source, pieces, stream, copied)
+        except BaseException:
+            self.pool.give(pieces)
+            raise
+        copy.source = self.device.hold(source, Site.SOURCE_HELD)
+        return copy
+
+    def start_in(self, copy: HostCopy, stream: Stream) -> Tensor:
+        """Start the copy back to the device, into new memory of ``stream``. It is complete at ``copy.arrived``.
+
+        Raises:
+            torch.OutOfMemoryError: There is no device memory.
+        """
+        _, size, stride, dtype = copy.layout
+        with torch.inference_mode(False):
+            destination = self.device.allocate(size, stride, dtype)
+        _, into = self._side_streams()
+        self._order_after(into, stream, Site.DESTINATION_FREE)
+        self.wait(into, copy.copied, Site.HOST_WRITTEN)
+        for part, host in self._pair(destination, copy.pieces):
+            self.device.copy(part, host, into)
+        if copy.arrived is None:
+            copy.arrived = self._new_event()
+        self.device.record(copy.arrived, into)
+        copy.destination_stream = stream
+        self._count.reloaded_tensors += 1
+        self._count.reloaded_bytes += copy.nbytes
+        return destination
+
+    def give_back(self, copy: HostCopy) -> None:
+        """Give back the slot and the events of a copy that nobody will read again."""
+        if copy.arrived is not None:
+            out, _ = self._side_streams()
+            self.wait(out, copy.arrived, Site.SLOT_READ)
+            self._events.append(copy.arrived)
+        self._events.append(copy.copied)
+        self.pool.give(copy.pieces)
+
+    def wait(self, stream: Stream, event: Event, site: Site) -> None:
+        """Let later work of ``stream`` wait for ``event``."""
+        self._count.waits[site.name] += 1
+        self.device.wait(stream, event, site)
+
+    def _order_after(self, later: Stream, earlier: Stream, site: Site) -> None:
+        """Let ``later`` wait for what ``earlier`` has been given so far."""
+        event = self._new_event()
+        self.device.record(event, earlier)
+        self.wait(later, event, site)
+        self._events.append(event)
+
+    def _side_streams(self) -> tuple[Stream, Stream]:
+        if self._streams is None:
+            self._streams = (self.device.new_stream(), self.device.new_stream())
+        return self._streams
+
+    def _new_event(self) -> Event:
+        if self._events:
+            return self._events.pop()
+        self._count.events += 1
+        return self.device.new_event()
+
+    def _pair(self, tensor: Tensor, pieces: list[Piece]) -> list[tuple[Tensor, Tensor]]:
+        """The bytes of a dense tensor in the order of memory, whatever its layout, with the host memory for them."""
+        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        pairs = []
+        start = 0
+        for piece in pieces:
+            part = flat[start : start + piece.nbytes]
+            pairs.append((part, self.pool.bytes_of(piece)[: part.numel()]))
+            start += piece.nbytes
+        return pairs
