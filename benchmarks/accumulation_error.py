@@ -1,4 +1,4 @@
-"""Error of the gradient of one accumulation cycle against one big batch, at initialisation, on the example's paragraphs.
+"""Error of the gradient of a cycle against one big batch, at initialisation, on the example's paragraphs.
 
     python benchmarks/accumulation_error.py
 

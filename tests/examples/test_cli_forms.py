@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from lightning.pytorch.cli import LightningCLI
@@ -103,8 +102,6 @@ def test_help_explains_every_argument(name: str, capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         parse(f"--trainer.{option}.help=lightning_gacp.{name}")
     text = capsys.readouterr().out
-    import inspect
-
     for parameter in inspect.signature(getattr(gacp, name).__init__).parameters.values():
         if parameter.name in ("self", "accelerator", "checkpoint_io", "precision_plugin"):
             continue
@@ -135,6 +132,8 @@ def test_without_an_import_the_short_name_is_unknown(tmp_path: Path) -> None:
         "trainer = parse(['--config=config.yaml'])\n"
         "assert type(trainer.strategy).__name__ == 'GACPStrategy', trainer.strategy\n"
     )
-    config(tmp_path, "trainer:\n  strategy: gacp\n  callbacks:\n    - class_path: lightning_gacp.ActivationCheckpointing\n")
+    config(
+        tmp_path, "trainer:\n  strategy: gacp\n  callbacks:\n    - class_path: lightning_gacp.ActivationCheckpointing\n"
+    )
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ def overlays(*names: str) -> list[str]:
 
 
 def test_paragraphs_are_real_and_ragged(example: Load) -> None:
-    """The data are what the README says they are, on every supported Python: pieces differ in length and cover the text."""
+    """The data are what the README says they are, on every supported Python: pieces of all lengths, of all the text."""
     lengths = [len(piece) for piece in example("train_lm").paragraphs(256)]
     assert sum(lengths) > 400_000
     assert max(lengths) == 256
@@ -54,9 +54,10 @@ def test_no_paragraph_is_in_two_splits(example: Load) -> None:
     assert sorted(data.train + data.val + data.test) == sorted(pieces)
 
 
-@pytest.mark.parametrize(
-    "names", [(), ("accumulate",), ("checkpoint",), ("accumulate", "checkpoint"), ("accumulate", "offload")], ids=lambda names: "+".join(names) or "base"
-)
+CONFIGS_TO_TRY = [(), ("accumulate",), ("checkpoint",), ("accumulate", "checkpoint"), ("accumulate", "offload")]
+
+
+@pytest.mark.parametrize("names", CONFIGS_TO_TRY, ids=lambda names: "+".join(names) or "base")
 @pytest.mark.filterwarnings("ignore:.*no accelerator.*")
 def test_runs_with_each_config(example: Load, tiny: list[str], names: tuple[str, ...]) -> None:
     """Each combination trains for an epoch, counts optimizer steps and ends with a held-out perplexity."""
