@@ -27,7 +27,8 @@ class BlockCost(NamedTuple):
     """What one block costs for one micro-batch.
 
     Attributes:
-        saved_bytes: Bytes that autograd saves inside the block, without parameters and without the block's inputs.
+        saved_bytes: Bytes that autograd saves inside the block, without parameters and without the block's inputs and
+            outputs (an output that is saved is the input of what comes next, which holds it in any case).
         input_bytes: Bytes of the tensors that the block is called with.
         flops: Floating-point operations of its forward.
     """
@@ -108,7 +109,10 @@ def measure(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
         counter = FlopCounterMode(display=False)
         with mode, counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            copy(*args, **kwargs)
+            output = copy(*args, **kwargs)
+        for leaf in tree_flatten(output)[0]:
+            if isinstance(leaf, Tensor):
+                saved.pop(_storage(leaf), None)
         total = sum(_bytes(tensor) for tensor in saved.values())
         return BlockCost(total, sum(inputs.values()), counter.get_total_flops())
     except Exception:

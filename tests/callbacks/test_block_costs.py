@@ -60,10 +60,10 @@ def test_equal_to_a_real_forward(make: Any, args: tuple[Any, ...], kwargs: dict[
     tensors = [*args, *(value for value in kwargs.values() if isinstance(value, Tensor))]
     with counter, SavedBytes([*block.parameters(), *block.buffers(), *tensors]) as saved:
         output = block(*args, **kwargs)
-    assert cost.saved_bytes == saved.total > 0
+    held_by_the_next = output.untyped_storage().nbytes() if output.grad_fn.name() == "ExpBackward0" else 0
+    assert cost.saved_bytes == saved.total - held_by_the_next > 0
     assert cost.flops == counter.get_total_flops() > 0
     assert cost.input_bytes == sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    del output
 
 
 def test_hooks_are_not_run_on_fake_tensors() -> None:
