@@ -77,14 +77,20 @@ class GACPDDPStrategy(AccumulationMixin, DDPStrategy):
 
     def _backward_without_items(self, loss: Tensor, optimizer: Optimizer | None) -> None:
         """Takes part in the all-reduce with zeros, from a graph that reaches every parameter."""
-        assert self._current is not None
         model = self.model
-        if not self._current.last or not isinstance(model, DistributedDataParallel):
+        if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
             return
         zero = zero_loss(model.parameters())
-        if model.require_backward_grad_sync and not model.static_graph:
+        if self._manual or not model.static_graph:
+            # With the graph of `loss`, the reducer would take the parameters that are not in it for done.
             prepare_for_backward(model, zero)
         zero.backward()  # type: ignore[no-untyped-call]
+        self.post_backward(zero)
+        if not self._manual and model.static_graph and not model._static_graph_delay_allreduce_enqueued:
+            # The first backward of a static graph is reduced by a callback that a node of DDP's forward queues, and
+            # this backward did not pass through that forward.
+            model._static_graph_delay_allreduce_enqueued = True
+            model.reducer._delay_all_reduce()
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

@@ -138,12 +138,16 @@ class AccumulationMixin(_Base):
         self._finished = False
         self._step_skipped = False
         self._frees = False
+        self._factor_due = 1.0
         self.cycle_result: CycleResult | None = None
         self.counting = ""
         self.lost_micro_batches = 0
         super().__init__(**kwargs)
 
     # ---------------------------------------------------------------- what the parallel strategies override
+
+    # Where gradients are out of reach until the last backward has reduced them, the closing factor waits for the step.
+    _scales_after_last_backward = False
 
     @property
     def _ranks(self) -> int:
@@ -434,8 +438,13 @@ class AccumulationMixin(_Base):
             if has_loss and not self.counting:
                 self._announce(handed_over=num_items is not None)
             current.handed_over = items
-            current.step = self._cycle.add(items, current.last, has_loss)
-            self._scale_gathered(current.step.factor)
+            step = self._cycle.add(items, current.last, has_loss)
+            if self._scales_after_last_backward:
+                self._factor_due = step.factor
+                step = MicroBatch(step.weight / step.factor)
+            else:
+                self._scale_gathered(step.factor)
+            current.step = step
         elif num_items is not None and float(num_items) != current.handed_over:
             raise MisconfigurationException(
                 f"Two losses of one `training_step` came with different counts, {current.handed_over:g} and"
@@ -581,6 +590,8 @@ class AccumulationMixin(_Base):
         if current is None or not current.last:
             return True
         self._settle(has_loss=False)
+        factor, self._factor_due = self._factor_due, 1.0
+        self._scale_gathered(factor)
         if not self._cycle.empty:
             return True
         if not self._step_skipped:

@@ -1,0 +1,181 @@
+"""``gacp_model_parallel`` and ``gacp_fsdp``: exact accumulation where every micro-batch reduces its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lightning_gacp.strategies.mixin import AccumulationMixin
+from lightning_gacp.strategies.ranks import HostSum
+from lightning_gacp.strategies.single_device import register
+
+
+class _ZerosInto(torch.autograd.Function):
+    """A zero whose backward sends exact zeros into the graphs of its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> Tensor:
+        ctx.shapes = [(output.shape, output.dtype) for output in outputs]
+        ctx.device = outputs[0].device
+        return torch.zeros((), device=outputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(shape, dtype=dtype, device=ctx.device) for shape, dtype in ctx.shapes)
+
+
+class ShardedAccumulation(AccumulationMixin):
+    """What the sharded strategies share: a micro-batch without items takes part in the collectives of its backward.
+
+    Zeros go through the graph of the module's own forward, from the outputs of its children: from the loss on, a mean
+    over no items would make NaN of them.
+    """
+
+    _host_sum: HostSum | None = None
+    _capture: list[Any]
+
+    def setup(self, trainer: Trainer) -> None:
+        """Sets the strategy up and watches the outputs of the module's children."""
+        self._host_sum = HostSum(self._duplicates)
+        self._outputs: list[Tensor] = []
+        super().setup(trainer)
+        if not self.settings.average_across_ranks and self._ranks > 1:
+            raise MisconfigurationException(
+                f"`average_across_ranks=False` does not work with `{type(self).__name__}`: each micro-batch's gradients are"
+                " averaged over ranks before the rank's own count is known. Use `average_across_ranks=True`."
+            )
+        self._capture = []
+        if trainer.state.fn == TrainerFn.FITTING and self._ranks > 1:
+            assert self.lightning_module is not None
+            children = self.lightning_module.children()
+            self._capture = [child.register_forward_hook(self._keep_output) for child in children]
+
+    @property
+    def _duplicates(self) -> int:
+        return 1
+
+    def _sum_over_ranks(self, values: Sequence[float]) -> Sequence[float]:
+        assert self._host_sum is not None
+        return self._host_sum(values)
+
+    def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        # Only where it may be needed: holding outputs costs memory.
+        current = self._current
+        if current is None or not torch.is_grad_enabled():
+            return
+        if isinstance(current.items, float) and current.items > 0:
+            return
+        found = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._outputs += [tensor for tensor in found if tensor.ndim] or found
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's step; what was kept of an earlier one is dropped."""
+        self._outputs.clear()
+        return super().training_step(*args, **kwargs)
+
+    def _backward_without_items(self, loss: Tensor, optimizer: Optimizer | None) -> None:
+        sources = self._outputs or [loss]
+        zero: Any = _ZerosInto.apply(*sources)  # type: ignore[no-untyped-call]
+        self._outputs.clear()
+        zero.backward()
+
+    def teardown(self) -> None:
+        """Stops watching."""
+        for handle in getattr(self, "_capture", []):
+            handle.remove()
+        super().teardown()
+
+
+class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
+    """Exact gradient accumulation with FSDP2 and tensor parallelism, as ``configure_model`` sets them up.
+
+    The arguments are those of ``AccumulationMixin``, then those of ``ModelParallelStrategy``, and:
+
+    Args:
+        defer_gradient_sync: Reduce gradients once a cycle instead of at every micro-batch. Saves communication and
+            costs memory: every rank then holds the gradients of the whole model, unsharded, while a cycle is open.
+        **kwargs: For ``AccumulationMixin`` and ``ModelParallelStrategy``.
+    """
+
+    strategy_name = "gacp_model_parallel"
+
+    def __init__(self, defer_gradient_sync: bool = False, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.defer_gradient_sync = defer_gradient_sync
+        self._scales_after_last_backward = defer_gradient_sync
+
+    @property
+    def _ranks(self) -> int:
+        return int(self.device_mesh["data_parallel"].size())
+
+    @property
+    def _duplicates(self) -> int:
+        return int(self.device_mesh["tensor_parallel"].size())
+
+    def setup(self, trainer: Trainer) -> None:
+        """Sets the strategy up."""
+        super().setup(trainer)
+        if self.defer_gradient_sync and self._manual and len(self._gates) > 1:
+            raise MisconfigurationException(
+                "`defer_gradient_sync=True` cannot keep the gradients of several optimizers apart: they are not in `.grad`"
+                " while a cycle is open. Use `defer_gradient_sync=False`."
+            )
+
+    def _synced(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self.block_backward_sync()
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Holds the reduction of gradients back, where ``defer_gradient_sync`` asks for it."""
+        assert self.model is not None
+        roots = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        if not self.defer_gradient_sync:
+            roots = []
+        for module in roots:
+            module.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for module in roots:
+                module.set_requires_gradient_sync(True, recurse=False)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers ``gacp_model_parallel``."""
+        register(
+            strategy_registry, cls.strategy_name, cls, "Exact gradient accumulation with FSDP2 and tensor parallelism"
+        )
+
+
+class GACPFSDPStrategy(ShardedAccumulation, FSDPStrategy):
+    """Exact gradient accumulation with Lightning's ``FSDPStrategy``: the mixin over a strategy, and nothing else.
+
+    The arguments are those of ``AccumulationMixin``, then those of ``FSDPStrategy``.
+    """
+
+    strategy_name = "gacp_fsdp"
+
+    @property
+    def _ranks(self) -> int:
+        return self.world_size
+
+    def gradients_are_views(self) -> bool:
+        """Gradients are views of the flat gradient of their FSDP unit."""
+        return True
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers ``gacp_fsdp``."""
+        register(strategy_registry, cls.strategy_name, cls, "Exact gradient accumulation with FSDP")
