@@ -42,6 +42,8 @@ class Applied:
     def __init__(self, names: Iterable[str], undo: Callable[[], None]) -> None:
         self.names = list(names)
         """Paths of the changed blocks, in the order of the model."""
+        self.engine: Any = None
+        """What moves tensors to host memory and counts them, where that was asked for."""
         self._undo: Callable[[], None] | None = undo
 
     def remove(self) -> None:

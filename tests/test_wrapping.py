@@ -105,7 +105,7 @@ def test_blocks_of_one_class_share_one_generated_class_but_not_their_layers() ->
 
 
 def test_a_deep_copy_runs_its_own_weights_through_its_own_layer() -> None:
-    """Weight averaging copies the model deeply; a `forward` patched onto the instance would run the original weights."""
+    """Weight averaging makes such copies; a `forward` patched onto the instance would run the original weights."""
     calls: list[str] = []
     model = nn.Sequential(Doubling())
     wrap(model[0], "checkpoint", Spy("spy", calls))

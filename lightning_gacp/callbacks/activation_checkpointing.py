@@ -1,0 +1,116 @@
+"""Recompute blocks of the model while it is fitted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import Strategy
+from typing_extensions import override
+
+from lightning_gacp.blocks import every_nth, find_blocks
+from lightning_gacp.checkpointing import checkpoint_blocks
+from lightning_gacp.checkpointing.layer import Recomputation
+from lightning_gacp.wrapping import Applied
+
+
+class ActivationCheckpointing(Callback):
+    """Keeps only the inputs of the model's blocks in the forward pass, and recomputes the rest in the backward pass.
+
+    The model is changed when a fit starts, before anything is trained or measured, and given back as it was when the
+    fit ends, also by an exception. Outputs, gradients, buffers and the names in checkpoints stay what they are without.
+
+    Args:
+        every_n_layers: Recompute the first block of each stack and every n-th after it. 1 saves most memory and costs
+            one more forward pass of the blocks; n costs the n-th part of it.
+        blocks: What a block is: a class name, a pattern of module names such as `model.layers.*`, a class, or a list of
+            these. By default blocks are found.
+        policy: `full` recomputes everything. `save_matmuls` keeps the outputs of matrix products, convolutions and
+            attention, so that recomputation costs none of them. A function is asked for each operation.
+        offload: Keep the inputs of the recomputed blocks in host memory until the backward pass needs them.
+        preserve_rng_state: Give the recomputation the random numbers of the forward pass. Without it, dropout draws
+            other masks in the recomputation and gradients are wrong.
+        determinism_check: `default` compares shape, dtype and device of what is recomputed, `none` nothing.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(callbacks=[ActivationCheckpointing(every_n_layers=2)], logger=False)
+    """
+
+    def __init__(
+        self,
+        every_n_layers: int = 1,
+        blocks: str | type | list[str | type] | None = None,
+        policy: str | Callable[..., Any] = "full",
+        offload: bool = False,
+        preserve_rng_state: bool = True,
+        determinism_check: str = "default",
+    ) -> None:
+        every_nth([], every_n_layers)  # wrong values are refused here, where they were written
+        Recomputation("", policy, preserve_rng_state, determinism_check)
+        self.every_n_layers = every_n_layers
+        self.blocks = blocks
+        self.policy = policy
+        self.offload = offload
+        self.preserve_rng_state = preserve_rng_state
+        self.determinism_check = determinism_check
+        self.applied: Applied | None = None
+        """What was done to the model, during a fit."""
+        self._patched: Strategy | None = None
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._undo()  # a run that ended without teardown
+        try:
+            find_blocks(pl_module, self.blocks)
+        except ValueError:
+            # The blocks may be made later, in the module's own `setup` or in `configure_model`. Callbacks have no hook
+            # between these and `on_fit_start`, which is too late: there the batch size finder measures the model first.
+            self._apply_before_strategy_setup(trainer, pl_module)
+        else:
+            self._apply(pl_module)
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._undo()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._undo()
+
+    def _apply(self, pl_module: pl.LightningModule) -> None:
+        self.applied = checkpoint_blocks(
+            pl_module,
+            every_n_layers=self.every_n_layers,
+            blocks=self.blocks,
+            policy=self.policy,
+            offload=self.offload,
+            preserve_rng_state=self.preserve_rng_state,
+            determinism_check=self.determinism_check,
+        )
+
+    def _apply_before_strategy_setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Apply when the strategy's `setup` is called, which comes right after `configure_model`."""
+        strategy = trainer.strategy
+        original = strategy.setup
+
+        def setup(trainer: pl.Trainer) -> None:
+            self._give_setup_back()
+            self._apply(pl_module)
+            original(trainer)
+
+        strategy.setup = setup  # type: ignore[method-assign]
+        self._patched = strategy
+
+    def _give_setup_back(self) -> None:
+        if self._patched is not None:
+            del self._patched.__dict__["setup"]
+            self._patched = None
+
+    def _undo(self) -> None:
+        self._give_setup_back()
+        applied, self.applied = self.applied, None
+        if applied is not None:
+            applied.remove()

@@ -1,0 +1,114 @@
+"""The arguments of one call of a block: taken apart, put together again, and freed of key-value caches."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+# What transformers and its relatives call the cache of keys and values that a layer reads and extends.
+_CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache", "cache_params"})
+
+
+class Template:
+    """The arguments of a call without their tensors."""
+
+    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._spec = spec
+
+    def fill(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make the arguments anew, in containers of their own."""
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return args, kwargs
+
+
+def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], Template]:
+    """Separate the tensors of a call, however deep they lie in tuples, lists and dicts, from the rest.
+
+    `torch.utils.checkpoint` keeps, offers for offload, and stashes the random state of the devices of, only the tensors
+    that it gets as positional arguments; and keyword arguments that are named like its own never arrive. Objects that
+    are no containers, such as dataclasses, pass as they are.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], Template(leaves, spec)
+
+
+def without_caches(
+    name: str, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace key-value caches by ``None``: a recomputation would write to them a second time.
+
+    Only caches that are objects. Of lists and dicts a recomputation gets copies, so they are written once.
+
+    Args:
+        name: Path of the block, for the warning.
+        block: The block.
+        forward: Its own ``forward``, whose parameters say which argument is a cache.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        The arguments to use, or ``None`` when a cache has content already. Then only a call without recomputation
+        computes what was asked for.
+    """
+    if not any(_is_object(value) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    names = list(inspect.signature(forward).parameters) if args else []
+    given = [*zip(names, args, strict=False), *kwargs.items()]
+    caches = [value for key, value in given if _is_object(value) and (key in _CACHE_NAMES or _is_cache_class(value))]
+    if not caches:
+        return args, kwargs
+    if any(_length(cache, block) > 0 for cache in caches):
+        _warn_once(
+            block,
+            f"`{name}` was called in training with a key-value cache that has content, which a recomputation would "
+            "extend again. The block runs without checkpointing; to save memory, call the model without the cache.",
+        )
+        return None
+    _warn_once(
+        block,
+        f"`{name}` was called in training with a key-value cache, which a recomputation would fill a second time. "
+        "Checkpointed blocks run without it; set `use_cache=False` in the configuration of the model.",
+    )
+    dropped = {id(cache) for cache in caches}
+    args = tuple(None if id(value) in dropped else value for value in args)
+    kwargs = {key: None if id(value) in dropped else value for key, value in kwargs.items()}
+    if kwargs.get("use_cache"):
+        kwargs["use_cache"] = False
+    return args, kwargs
+
+
+def _is_object(value: Any) -> bool:
+    return not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str, tuple, list, dict)))
+
+
+def _is_cache_class(value: Any) -> bool:
+    return any(cls.__name__.endswith("Cache") for cls in type(value).__mro__)
+
+
+def _length(cache: Any, block: nn.Module) -> int:
+    """How many positions a cache holds for this block; 1 where it does not say."""
+    indices = (module.__dict__["layer_idx"] for module in block.modules() if "layer_idx" in module.__dict__)
+    try:
+        return int(cache.get_seq_length(next(indices, None) or 0))
+    except (AttributeError, TypeError, IndexError):
+        return 1
+
+
+_warned: set[tuple[type, str]] = set()
+
+
+def _warn_once(block: nn.Module, message: str) -> None:
+    """Warn once for each class of blocks, not for each block."""
+    key = (type(block), message.partition("`")[2].partition("` ")[2])
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(message, stacklevel=2)

@@ -1,0 +1,107 @@
+"""Recomputation around the ``forward`` of one block."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_gacp.checkpointing.arguments import Template, take_apart, without_caches
+from lightning_gacp.checkpointing.policies import Policy, contexts_for
+from lightning_gacp.checkpointing.state import BufferHabits, StateBefore
+
+_DETERMINISM_CHECKS = ("default", "none")
+
+
+class Recomputation:
+    """The layer that `checkpoint_blocks` puts around a block."""
+
+    def __init__(
+        self, name: str, policy: Policy = "full", preserve_rng_state: bool = True, determinism_check: str = "default"
+    ) -> None:
+        if determinism_check not in _DETERMINISM_CHECKS:
+            raise ValueError(f"`determinism_check={determinism_check!r}` must be one of {_DETERMINISM_CHECKS}.")
+        self.name = name
+        self._contexts = contexts_for(policy)
+        self._preserve_rng_state = preserve_rng_state
+        self._determinism_check = determinism_check
+        self._habits = BufferHabits()
+
+    def __call__(
+        self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run ``forward`` so that only its arguments are kept for the backward pass."""
+        if not (block.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        prepared = without_caches(self.name, block, forward, args, kwargs)
+        if prepared is None:
+            return forward(*args, **kwargs)
+        args, kwargs = prepared
+        tensors, template = take_apart(args, kwargs)
+        if torch.compiler.is_compiling():
+            # The compiler sees through the checkpoint and does by itself what `_Call` and `StateBefore` do.
+            return self._checkpoint(lambda *given: _call(forward, template, given), tensors, early_stop=True)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise RuntimeError(
+                f"`{self.name}` is checkpointed, which does not work under the transforms of `torch.func`. "
+                "Call `remove()` first, or the block's `eval()`.",
+            )
+        before = StateBefore(block)
+        call = _Call(self.name, forward, args, kwargs, template, before)
+        output = self._checkpoint(call, tensors, early_stop=not before.has_inner_hooks)
+        before.forget_unchanged(self._habits)
+        return output
+
+    def _checkpoint(self, function: Callable[..., Any], tensors: list[torch.Tensor], early_stop: bool) -> Any:
+        contexts: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
+        return checkpoint(
+            function,
+            *tensors,
+            use_reentrant=False,
+            preserve_rng_state=self._preserve_rng_state,
+            determinism_check=self._determinism_check,
+            early_stop=early_stop,
+            **contexts,
+        )
+
+
+class _Call:
+    """One call of a block, run a first time in the forward pass and again in the backward pass."""
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        template: Template,
+        before: StateBefore,
+    ) -> None:
+        self._name = name
+        self._forward = forward
+        # The first run gets the caller's own containers, since a block may append to a list. Then they are let go.
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self._template = template
+        self._before = before
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            return self._forward(*args, **kwargs)
+        self._before.refuse_changed_weights(self._name)
+        with self._before.restored():
+            try:
+                return _call(self._forward, self._template, tensors)
+            except RuntimeError as error:
+                if "backward an extra time" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"A second backward pass went through `{self._name}`. The outputs that a `policy` keeps are given "
+                    'away in the first one; use `policy="full"` with `retain_graph` or double backward.',
+                ) from error
+
+
+def _call(forward: Callable[..., Any], template: Template, tensors: tuple[torch.Tensor, ...]) -> Any:
+    args, kwargs = template.fill(tensors)
+    return forward(*args, **kwargs)

@@ -1,0 +1,111 @@
+"""What a recomputation must find as the forward found it: the buffers that the forward changed, and the weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+# Up to this many bytes, keeping a copy of a buffer costs less than finding out whether it is needed.
+_SMALL = 1 << 16
+# A larger buffer that kept its value through this many calls is from then on watched by identity and version alone.
+_LEARNING_CALLS = 2
+_CHANGES = -1
+
+
+class _Buffer(NamedTuple):
+    """A buffer before a call, and a copy of its value. Both are ``None`` where nothing was registered yet."""
+
+    path: str
+    module: nn.Module
+    name: str
+    before: torch.Tensor | None
+    version: int
+    copy: torch.Tensor | None
+
+    def rebind(self, value: torch.Tensor | None) -> None:
+        self.module._buffers[self.name] = value
+
+
+class BufferHabits:
+    """Which of a block's large buffers its forward changes, learned from the first calls. One object for each block."""
+
+    def __init__(self) -> None:
+        self._quiet_calls: dict[str, int] = {}
+
+    def need_copy(self, buffer: _Buffer) -> bool:
+        """After a call, whether a recomputation needs the copy of this buffer."""
+        calls = self._quiet_calls.get(buffer.path, 0)
+        if buffer.before is None or buffer.copy is None or buffer.copy.nbytes <= _SMALL or calls == _CHANGES:
+            return True
+        after = buffer.module._buffers.get(buffer.name)
+        quiet = after is buffer.before and after._version == buffer.version
+        if quiet and calls < _LEARNING_CALLS:
+            quiet = torch.equal(buffer.before, buffer.copy)  # writes through `.data` do not show in the version
+        self._quiet_calls[buffer.path] = calls + 1 if quiet else _CHANGES
+        return not quiet
+
+
+class StateBefore:
+    """The state of a block before one call of its forward.
+
+    Buffers are kept as copies, because the forward may change them in place, through ``.data`` or by assignment, and a
+    later call, whose graph may be alive at the same time, changes them again. Weights are kept by identity and version.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.has_inner_hooks = False
+        """Whether forward hooks on modules inside the block expect to see the end of each forward."""
+        self._weights: list[tuple[str, nn.Module, str, nn.Parameter, int]] = []
+        self._buffers: list[_Buffer] = []
+        for path, module in block.named_modules():
+            if path and module._forward_hooks:
+                self.has_inner_hooks = True
+            # FSDP replaces weights by their shards and back, and takes care of their values itself.
+            if not getattr(module, "_is_fsdp_managed_module", False):
+                for name, weight in module._parameters.items():
+                    if weight is not None:
+                        self._weights.append((path, module, name, weight, weight._version))
+            for name, buffer in module._buffers.items():
+                version = 0 if buffer is None else buffer._version
+                copy = None if buffer is None else buffer.detach().clone()
+                self._buffers.append(_Buffer(f"{path}.{name}", module, name, buffer, version, copy))
+
+    def forget_unchanged(self, habits: BufferHabits) -> None:
+        """After the forward, keep only the copies that a recomputation needs."""
+        self._buffers = [buffer._replace(before=None) for buffer in self._buffers if habits.need_copy(buffer)]
+
+    def refuse_changed_weights(self, block_name: str) -> None:
+        """Raise what autograd raises when a weight is not the one that the forward has used.
+
+        Raises:
+            RuntimeError: A weight was replaced or changed in place since.
+        """
+        for path, module, name, weight, version in self._weights:
+            now = module._parameters.get(name)
+            if now is not weight or weight._version != version:
+                full_name = ".".join(part for part in (block_name, path, name) if part)
+                same = now is weight
+                found = f"is at version {weight._version}; expected version {version}" if same else "was replaced"
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"the weight `{full_name}` {found}. Its block is checkpointed, so the backward pass recomputes the "
+                    "forward with it. Run the backward pass before the optimizer step or whatever else changes it.",
+                )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let the block see its buffers as they were, and whatever it does to them then be forgotten."""
+        now = [buffer.module._buffers.get(buffer.name) for buffer in self._buffers]
+        # A second copy, since another recomputation may come. The modes of selective checkpointing must not see it.
+        with _disable_current_modes():
+            copies = [None if buffer.copy is None else buffer.copy.clone() for buffer in self._buffers]
+        try:
+            for buffer, copy in zip(self._buffers, copies, strict=True):
+                buffer.rebind(copy)
+            yield
+        finally:
+            for buffer, value in zip(self._buffers, now, strict=True):
+                buffer.rebind(value)

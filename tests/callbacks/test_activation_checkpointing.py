@@ -1,0 +1,173 @@
+"""The callback: when it acts on the model, and that it gives it back."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_gacp.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_gacp.wrapping import layer_of
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + torch.tanh(self.linear(x))
+
+
+class Module(pl.LightningModule):
+    """Makes its blocks in ``__init__``, in ``setup`` or in ``configure_model``."""
+
+    def __init__(self, made_in: str = "init", fails: bool = False) -> None:
+        super().__init__()
+        self.made_in = made_in
+        self.fails = fails
+        self.batch_size = 2
+        self.lr = 0.1
+        self.seen: list[tuple[str, bool]] = []
+        self.automatic_optimization = True
+        self.head = nn.Linear(4, 1)
+        self.layers: nn.Module | None = None
+        self._make("init")
+
+    def _make(self, where: str) -> None:
+        if self.made_in == where and self.layers is None:
+            self.layers = nn.Sequential(*[Block() for _ in range(3)])
+
+    def setup(self, stage: str) -> None:
+        self._make("setup")
+
+    def configure_model(self) -> None:
+        self._make("configure_model")
+
+    def configure_optimizers(self):
+        self.note("configure_optimizers")
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def note(self, where: str) -> None:
+        self.seen.append((where, layer_of(self.layers[0], "checkpoint") is not None))
+
+    def training_step(self, batch, _):
+        self.note("training_step")
+        if self.fails:
+            raise ZeroDivisionError("in training_step")
+        return self.head(self.layers(batch[0])).mean()
+
+    def test_step(self, batch, _):
+        self.note("test_step")
+        assert self.head(self.layers(batch[0])).shape[1] == 1
+
+    validation_step = test_step
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=self.batch_size)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+def trainer(*callbacks: pl.Callback, **settings: object) -> pl.Trainer:
+    defaults = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(callbacks=list(callbacks), **{**defaults, **settings})
+
+
+@pytest.mark.parametrize("made_in", ["init", "setup", "configure_model"])
+def test_applied_before_anything_runs_and_undone_after_the_fit(made_in: str) -> None:
+    module = Module(made_in)
+    callback = ActivationCheckpointing(every_n_layers=2)
+    run = trainer(callback)
+    run.fit(module)
+    assert module.seen[0] == ("configure_optimizers", True)
+    assert all(checkpointed for _, checkpointed in module.seen)
+    assert callback.applied is None
+    assert all(type(layer) is Block for layer in module.layers)
+    assert "setup" not in run.strategy.__dict__
+    # 4 batches of the fit, forward and recomputation of the first and the third block; 4 of the validation
+    assert [layer.calls for layer in module.layers] == [12, 8, 12]
+
+
+def test_two_fits_and_a_test_in_between() -> None:
+    module = Module()
+    callback = ActivationCheckpointing()
+    run = trainer(callback)
+    run.fit(module)
+    module.seen.clear()
+    run.test(module, verbose=False)
+    assert set(module.seen) == {("test_step", False)}
+    module.seen.clear()
+    run.fit_loop.max_epochs = 2
+    run.fit(module)
+    assert ("training_step", True) in module.seen
+    assert all(type(layer) is Block for layer in module.layers)
+
+
+@pytest.mark.parametrize("made_in", ["init", "configure_model"])
+def test_undone_after_an_exception(made_in: str) -> None:
+    module = Module(made_in, fails=True)
+    run = trainer(ActivationCheckpointing())
+    with pytest.raises(ZeroDivisionError):
+        run.fit(module)
+    assert all(type(layer) is Block for layer in module.layers)
+    module.fails = False
+    run.fit(module)
+    assert module.seen[-1][1]
+    assert all(type(layer) is Block for layer in module.layers)
+
+
+def test_an_exception_in_configure_model_leaves_the_strategy_alone() -> None:
+    class Broken(Module):
+        def configure_model(self) -> None:
+            raise ZeroDivisionError
+
+    run = trainer(ActivationCheckpointing())
+    with pytest.raises(ZeroDivisionError):
+        run.fit(Broken("configure_model"))
+    assert "setup" not in run.strategy.__dict__
+
+
+@pytest.mark.parametrize("made_in", ["init", "configure_model"])
+@pytest.mark.parametrize(
+    "tuner", [BatchSizeFinder(max_trials=1, steps_per_trial=1), LearningRateFinder(num_training_steps=2)]
+)
+def test_tuners_measure_the_checkpointed_model(made_in: str, tuner: pl.Callback) -> None:
+    """Lightning puts tuner callbacks first, so that what is applied in `on_fit_start` comes too late for them."""
+    module = Module(made_in)
+    trainer(ActivationCheckpointing(), tuner).fit(module)
+    steps = [checkpointed for where, checkpointed in module.seen if where == "training_step"]
+    assert len(steps) > 4  # some of them are the tuner's
+    assert all(steps)
+    assert all(type(layer) is Block for layer in module.layers)
+
+
+def test_nothing_matched_is_said_at_the_start_of_the_fit() -> None:
+    module = Module()
+    with pytest.raises(ValueError, match=r"`blocks='Layer'` matches no module of `Module`.*`layers\.\*`: 3 x `Block`"):
+        trainer(ActivationCheckpointing(blocks="Layer")).fit(module)
+    assert not module.seen
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every_n_layers": 0}, "`every_n_layers=0` must be at least 1"),
+        ({"policy": "all"}, "`policy='all'` must be"),
+        ({"determinism_check": "maybe"}, "`determinism_check='maybe'` must be one of"),
+    ],
+)
+def test_bad_settings_are_refused_where_they_are_written(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ActivationCheckpointing(**settings)
