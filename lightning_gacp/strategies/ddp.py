@@ -90,7 +90,7 @@ class GACPDDPStrategy(AccumulationMixin, DDPStrategy):
             # The first backward of a static graph is reduced by a callback that a node of DDP's forward queues, and
             # this backward did not pass through that forward.
             model._static_graph_delay_allreduce_enqueued = True
-            model.reducer._delay_all_reduce()
+            model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

@@ -4,29 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from lightning.pytorch import Trainer
-
-
-class CycleCounts(Protocol):
-    """What the loader needs from the strategy."""
-
-    def count_now(self, batch: Any) -> float:
-        """Items of a batch on the host."""
-
-    def total_over_ranks(self, items: float) -> float:
-        """Items of a cycle that the step averages over."""
-
-    def batches_until_step(self, position: int) -> int:
-        """Micro-batches from ``position`` in the epoch (from 0) up to the end of its cycle."""
-
-    def position_in_epoch(self) -> int:
-        """Micro-batches of this epoch that were trained on before this pass over the loader (after a restart)."""
-
-    def most_batches(self, length: int | None) -> float:
-        """Micro-batches that the Trainer will take of an epoch at most; ``length`` is the loader's, if it has one."""
 
 
 class LookAhead:
@@ -34,17 +15,19 @@ class LookAhead:
 
     Args:
         loader: Any iterable of batches.
-        counts: The strategy.
+        count: Gives the items of a batch.
+        trainer: Whose cycles these are.
     """
 
-    def __new__(cls, loader: Any, counts: CycleCounts) -> LookAhead:
+    def __new__(cls, loader: Any, count: Callable[[Any], float], trainer: Trainer) -> LookAhead:
         """Gives ``state_dict`` to those whose loader has it: Lightning asks for the methods, not for what they do."""
         stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         return object.__new__(_StatefulLookAhead if stateful else cls)
 
-    def __init__(self, loader: Any, counts: CycleCounts) -> None:
+    def __init__(self, loader: Any, count: Callable[[Any], float], trainer: Trainer) -> None:
         self._loader = loader
-        self._counts = counts
+        self._count = count
+        self._trainer = trainer
         self._started = False
         self._totals: deque[float] = deque()
         self._skip = 0  # batches of a restored cycle that were trained on already
@@ -71,8 +54,9 @@ class LookAhead:
             length: int | None = len(self._loader)
         except (TypeError, NotImplementedError):
             length = None
-        most = self._counts.most_batches(length)
-        position = self._counts.position_in_epoch()
+        most = _most_batches(self._trainer, length)
+        # after a restart inside an epoch, this pass begins where the training stands
+        position = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         skip, self._skip = self._skip, 0
         position -= skip
         batches = None if skip else iter(self._loader)
@@ -80,11 +64,12 @@ class LookAhead:
             self._before = self._loader_state()
             if batches is None:
                 batches = iter(self._loader)
-            size = int(min(self._counts.batches_until_step(position), most - position))
+            length_of_cycle = self._trainer.accumulate_grad_batches
+            size = int(min(length_of_cycle - position % length_of_cycle, most - position))
             cycle = [batch for _, batch in zip(range(size), batches, strict=False)]
             if not cycle:
                 return
-            self._totals.append(math.fsum(self._counts.count_now(batch) for batch in cycle))
+            self._totals.append(math.fsum(map(self._count, cycle)))
             position += len(cycle)
             self._yielded = skip
             cycle = cycle[skip:]
@@ -122,7 +107,7 @@ class _StatefulLookAhead(LookAhead):
             self._loader.load_state_dict(state)
 
 
-def most_batches(trainer: Trainer, length: int | None) -> float:
+def _most_batches(trainer: Trainer, length: int | None) -> float:
     """Micro-batches that ``trainer`` takes of a train loader of ``length`` batches (``None``: it does not say)."""
     limit = trainer.limit_train_batches
     if isinstance(limit, int):

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,16 +25,15 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_gacp.accumulation.auto import EqualWeights, choose_counter
-from lightning_gacp.accumulation.counters import Counter
-from lightning_gacp.accumulation.cycle import AccumulationCycle, CycleResult, LossReduction, MicroBatch
-from lightning_gacp.accumulation.gradients import scale_
+from lightning_gacp.accumulation.cycle import AccumulationCycle, LossReduction
+from lightning_gacp.strategies.books import CycleBooks
+from lightning_gacp.strategies.counting import ItemCount
 from lightning_gacp.strategies.gates import GACPOptimizer, OptimizerGate
-from lightning_gacp.strategies.lookahead import LookAhead, most_batches
+from lightning_gacp.strategies.grad_dtype import accumulate_in, accumulate_in_own, cast_to_own
+from lightning_gacp.strategies.lookahead import LookAhead
 from lightning_gacp.strategies.scaling import ManualScaling
 from lightning_gacp.strategies.schedulers import gate_scheduler, release_scheduler
 from lightning_gacp.strategies.settings import Settings
@@ -44,20 +43,6 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-# In these hooks a scheduler's `step` belongs to the micro-batch that runs; anywhere else (validation, end of an
-# epoch) it does not.
-_BATCH_HOOKS = frozenset(
-    {
-        "training_step",
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "optimizer_step",
-    }
-)
 _TOTAL = "num_items_in_batch"
 
 
@@ -65,19 +50,7 @@ class _NothingToStep(Exception):
     """Leaves the optimizer's step from inside its closure."""
 
 
-class _Current:
-    """The micro-batch that runs."""
-
-    def __init__(self, ready: int, length: int, last: bool, items: float | Exception | None) -> None:
-        self.ready = ready  # its number in the epoch, from 1
-        self.length = length  # Lightning's cycle length
-        self.last = last
-        self.items = items
-        self.step: MicroBatch | None = None  # once its count has entered the cycle
-        self.handed_over: float | None = None
-
-
-class AccumulationMixin(_Base):
+class AccumulationMixin(CycleBooks, _Base):
     """Exact gradient accumulation for a Lightning strategy: ``class MyStrategy(AccumulationMixin, TheirStrategy)``.
 
     One optimizer step over any partition of a batch into micro-batches, over any number of ranks, equals the step
@@ -105,7 +78,6 @@ class AccumulationMixin(_Base):
 
     Attributes:
         cycle_result: The last finished cycle, for loggers; ``None`` before the first.
-        counting: What is counted, in words; empty before the first micro-batch.
         lost_micro_batches: Micro-batches that were run and never stepped with, in this fit.
     """
 
@@ -122,11 +94,7 @@ class AccumulationMixin(_Base):
         self.settings = Settings.checked(
             accumulate_grad_batches, num_items, loss_reduction, average_across_ranks, free_gradients, grad_dtype
         )
-        self._gates: list[OptimizerGate] = []
-        self._cycle = AccumulationCycle()
-        self._current: _Current | None = None
-        self._counter: Counter | None = None
-        self._counted: float | Exception | None = None
+        self._open_books()
         self._look_ahead: LookAhead | None = None
         self._wants_total = False
         self._total_of_cycle = 0.0
@@ -134,51 +102,9 @@ class AccumulationMixin(_Base):
         self._hooks: list[Any] = []
         self._trainers_value: int | None = None  # what to put back at teardown
         self._schedule_value = 0  # what our own schedule has set
-        self._loss_sum: Tensor | None = None
-        self._finished = False
-        self._step_skipped = False
-        self._frees = False
-        self._factor_due = 1.0
-        self.cycle_result: CycleResult | None = None
-        self.counting = ""
-        self.lost_micro_batches = 0
         super().__init__(**kwargs)
 
-    # ---------------------------------------------------------------- what the parallel strategies override
-
-    # Where gradients are out of reach until the last backward has reduced them, the closing factor waits for the step.
-    _scales_after_last_backward = False
-
-    @property
-    def _ranks(self) -> int:
-        """Number of ranks whose gradients are averaged."""
-        return 1
-
-    def _sum_over_ranks(self, values: Any) -> Any:
-        """Adds up a list of numbers over the ranks whose gradients are averaged, on the host."""
-        return values
-
-    def _synced(self, last: bool) -> AbstractContextManager[Any]:
-        """Context of a manual backward: holds reductions back until the last micro-batch."""
-        return nullcontext()
-
-    def _backward_without_items(self, loss: Tensor, optimizer: Optimizer | None) -> None:
-        """Takes the place of a backward whose loss is over no items. Alone, there is nothing to do."""
-
-    def gradients_are_views(self) -> bool:
-        """Whether ``.grad`` may be a view of memory that others write."""
-        return False
-
     # ---------------------------------------------------------------- set-up
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    @property
-    def _manual(self) -> bool:
-        return self.lightning_module is not None and not self.lightning_module.automatic_optimization
 
     def setup_environment(self) -> None:
         """Tells the Trainer the length of a cycle.
@@ -210,9 +136,7 @@ class AccumulationMixin(_Base):
         self._cycle = AccumulationCycle(
             self._reduction, self._ranks, self._sum_over_ranks, self.settings.average_across_ranks
         )
-        self._counter = EqualWeights() if self.settings.counter is None else None
-        if callable(self.settings.counter):
-            self._counter = self.settings.counter
+        self._count = ItemCount(self.settings.counter, self.lightning_module)
         self._frees = self.settings.free_gradients and not _reads_gradients_late(trainer, self.lightning_module)
         self._remove_gates()
         for gate in self._gates:
@@ -227,7 +151,13 @@ class AccumulationMixin(_Base):
         if self._manual:
             self._scaling = ManualScaling(self.precision_plugin, self._before_clipping)
         if self.settings.grad_dtype is not None:
-            self._set_grad_dtype(self.settings.grad_dtype)
+            for gate in self._gates:
+                accumulate_in(gate.parameters, self.settings.grad_dtype)
+
+    @property
+    def counting(self) -> str:
+        """What is counted, in words; empty before the first micro-batch."""
+        return "" if self._count is None else self._count.described
 
     @property
     def _reduction(self) -> LossReduction:
@@ -259,13 +189,6 @@ class AccumulationMixin(_Base):
                 " micro-batches cannot be run again. Set `accumulate_grad_batches=1`, or take another optimizer."
             )
 
-    def _set_grad_dtype(self, dtype: torch.dtype) -> None:
-        for gate in self._gates:
-            for parameter in gate.parameters:
-                if parameter.requires_grad and parameter.is_floating_point():
-                    parameter.grad = None
-                    parameter.grad_dtype = dtype
-
     def process_dataloader(self, dataloader: object) -> object:
         """Puts the look-ahead on the train loader where ``training_step`` asks for the items of the whole cycle."""
         dataloader = super().process_dataloader(dataloader)
@@ -278,7 +201,8 @@ class AccumulationMixin(_Base):
                 " them into"
                 " one loader, or hand the count over with the loss."
             )
-        self._look_ahead = LookAhead(dataloader, weakref.proxy(self))
+        assert self._count is not None
+        self._look_ahead = LookAhead(dataloader, self._count, trainer)
         return self._look_ahead
 
     def on_train_start(self) -> None:
@@ -306,9 +230,7 @@ class AccumulationMixin(_Base):
             self._scaling = None
         if self.settings.grad_dtype is not None:
             for gate in self._gates:
-                for parameter in gate.parameters:
-                    parameter.grad = None
-                    parameter.grad_dtype = parameter.dtype
+                accumulate_in_own(gate.parameters)
         if self._trainers_value is not None:
             self._trainer.accumulate_grad_batches = self._trainers_value
             self._trainers_value = None
@@ -323,27 +245,13 @@ class AccumulationMixin(_Base):
 
     # ---------------------------------------------------------------- one micro-batch
 
-    @property
-    def _active(self) -> bool:
-        """Whether a micro-batch of training runs (stochastic weight averaging runs some without a backward)."""
-        return self._current is not None and self._trainer.training
-
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Counts the items of a train batch, then moves it to the device."""
         module = self.lightning_module
         if module is not None and module._trainer is not None and self._trainer.training:
-            self._counted = self._count(batch)
+            assert self._count is not None
+            self._counted = self._count.attempt(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
-
-    def _count(self, batch: Any) -> float | Exception:
-        """Counts, and keeps an error for when the count is needed: it may be handed over with the loss instead."""
-        try:
-            if self._counter is None:
-                assert self.lightning_module is not None
-                self._counter = choose_counter(self.lightning_module, batch)
-            return float(self._counter(batch))
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-            return error
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Ends what is over: the last cycle and its gradients."""
@@ -388,7 +296,9 @@ class AccumulationMixin(_Base):
         if self._wants_total:
             assert self._look_ahead is not None
             if self._cycle.micro_batches == 0:
-                self._total_of_cycle = self.total_over_ranks(self._look_ahead.total_of_next_cycle())
+                items = self._look_ahead.total_of_next_cycle()
+                across = self.settings.average_across_ranks
+                self._total_of_cycle = float(self._sum_over_ranks([items])[0]) if across else items
             kwargs[_TOTAL] = self._total_of_cycle
         output = super().training_step(*args, **kwargs)
         if self._manual:
@@ -402,82 +312,6 @@ class AccumulationMixin(_Base):
         elif isinstance(output, Mapping) and output.get("num_items") is not None:
             current.handed_over = float(output["num_items"])
         return output
-
-    def _begin_micro_batch(self, trainer: Trainer) -> None:
-        loop = trainer.fit_loop
-        ready = loop.epoch_loop.batch_progress.current.ready
-        length = trainer.accumulate_grad_batches
-        if self._current is not None and self._current.ready == ready:
-            if length > 1:
-                raise MisconfigurationException(
-                    "The optimizer evaluates its closure several times a step, and a cycle of several"
-                    " micro-batches cannot be"
-                    " run again. Set `accumulate_grad_batches=1`, or take another optimizer."
-                )
-            self._start_cycle()
-        self._step_skipped = False
-        self._current = _Current(ready, length, not loop._should_accumulate(), self._counted)
-
-    def _settle(self, num_items: float | None = None, has_loss: bool = True) -> MicroBatch:
-        """Enters the micro-batch into the cycle at its first loss, and scales the gradients gathered before it."""
-        current = self._current
-        assert current is not None
-        num_items = current.handed_over if num_items is None else num_items
-        if current.step is None:
-            items = current.items if num_items is None else float(num_items)
-            if not has_loss:
-                items = 0.0
-            if isinstance(items, Exception):
-                raise items
-            if items is None:
-                raise MisconfigurationException(
-                    "The items of this micro-batch could not be counted before its forward. Hand the count over"
-                    " with the loss:"
-                    ' `self.manual_backward(loss, num_items=n)`, or return `{"loss": loss, "num_items": n}`.'
-                )
-            if has_loss and not self.counting:
-                self._announce(handed_over=num_items is not None)
-            current.handed_over = items
-            step = self._cycle.add(items, current.last, has_loss)
-            if self._scales_after_last_backward:
-                self._factor_due = step.factor
-                step = MicroBatch(step.weight / step.factor)
-            else:
-                self._scale_gathered(step.factor)
-            current.step = step
-        elif num_items is not None and float(num_items) != current.handed_over:
-            raise MisconfigurationException(
-                f"Two losses of one `training_step` came with different counts, {current.handed_over:g} and"
-                f" {float(num_items):g}"
-                " items, and a micro-batch has one weight. Give both the same count, or add the losses up before"
-                " one backward."
-            )
-        return current.step
-
-    def _announce(self, handed_over: bool) -> None:
-        if handed_over:
-            self.counting = "items that come with the loss"
-        else:
-            assert self._counter is not None
-            self.counting = repr(self._counter)
-            if (
-                isinstance(self._counter, EqualWeights)
-                and self._counter.advice
-                and self._trainer.accumulate_grad_batches > 1
-            ):
-                rank_zero_warn(self._counter.advice)
-        rank_zero_info(
-            f"{type(self).__name__}: cycles of {self._trainer.accumulate_grad_batches} micro-batches, weighted by"
-            f" {self.counting}"
-        )
-
-    def _scale_gathered(self, factor: float) -> None:
-        if factor == 1.0:
-            return
-        # Through a dict: a parameter of two optimizers is scaled once.
-        parameters = dict.fromkeys(parameter for gate in self._gates for parameter in gate.parameters)
-        aside = [gradient for gate in self._gates for gradient in gate.aside.tensors()]
-        scale_([*(parameter.grad for parameter in parameters), *aside], factor)
 
     def backward(
         self,
@@ -504,9 +338,12 @@ class AccumulationMixin(_Base):
         for gate in self._gates:
             gate.note_backward()
         weight = step.weight
-        self._add_to_loss(closure_loss)
-        if not self._manual:
-            weight *= self._current.length
+        # Lightning has divided the loss by the cycle's length in automatic optimization.
+        undo = 1.0 if self._manual else self._current.length
+        if self._current.handed_over:
+            items = self._current.handed_over if self._cycle.loss_reduction == "mean" else 1.0
+            self._running_loss.add(closure_loss, items * undo)
+        weight *= undo
         with self._synced(self._current.last) if self._manual else nullcontext():
             if weight == 0:
                 self._backward_without_items(closure_loss, optimizer)
@@ -521,17 +358,6 @@ class AccumulationMixin(_Base):
             closure_loss = plugin.post_backward(closure_loss, module)
             self.post_backward(closure_loss)
         return closure_loss
-
-    def _add_to_loss(self, loss: Tensor) -> None:
-        current = self._current
-        assert current is not None
-        if not current.handed_over or loss.numel() != 1:
-            return
-        if self._loss_sum is None or self._loss_sum.device != loss.device:
-            dtype = torch.float64 if loss.dtype == torch.float64 else torch.float32
-            self._loss_sum = torch.zeros((), dtype=dtype, device=loss.device)
-        alpha = current.handed_over if self._cycle.loss_reduction == "mean" else 1.0
-        self._loss_sum.add_(loss.detach().reshape(()), alpha=alpha if self._manual else alpha * current.length)
 
     # ---------------------------------------------------------------- the step
 
@@ -556,7 +382,8 @@ class AccumulationMixin(_Base):
                     # The last micro-batch gave no loss. The precision plugin reads `None` as "no gradients": there
                     # are some.
                     result = torch.zeros((), device=self.root_device)
-            self._give_gradients_their_dtype(optimizer)
+            if gate is not None and self.settings.grad_dtype is not None:
+                cast_to_own(gate.parameters)
             return result
 
         if self._scaling is not None:
@@ -579,172 +406,11 @@ class AccumulationMixin(_Base):
         finally:
             if gate is not None:
                 gate._inside = False
-            self._take_gradient_dtype_back(optimizer)
+                if self.settings.grad_dtype is not None:
+                    accumulate_in(gate.parameters, self.settings.grad_dtype)
         if not self._manual:
             self._finish_cycle()
         return output
-
-    def ready_to_step(self) -> bool:
-        """Brings the gradients of a closing cycle to their final value; whether there is anything to step with."""
-        current = self._current
-        if current is None or not current.last:
-            return True
-        self._settle(has_loss=False)
-        factor, self._factor_due = self._factor_due, 1.0
-        self._scale_gathered(factor)
-        if not self._cycle.empty:
-            return True
-        if not self._step_skipped:
-            self._step_skipped = True
-            rank_zero_warn(
-                f"A cycle of {self._cycle.micro_batches} micro-batches had no items at all (no target that its"
-                " loss averages"
-                " over): it was skipped, without a step of the optimizer or the learning-rate schedule."
-            )
-        return False
-
-    def _give_gradients_their_dtype(self, optimizer: Optimizer) -> None:
-        """Casts accumulated gradients for the optimizer, whose own state has the parameter's dtype."""
-        if self.settings.grad_dtype is None:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is not None and gradient.dtype != parameter.dtype:
-                    parameter.grad = None
-                    parameter.grad_dtype = parameter.dtype
-                    parameter.grad = gradient.to(parameter.dtype)
-
-    def _take_gradient_dtype_back(self, optimizer: Optimizer) -> None:
-        if self.settings.grad_dtype is None:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad and parameter.grad_dtype != self.settings.grad_dtype:
-                    parameter.grad = None
-                    parameter.grad_dtype = self.settings.grad_dtype
-
-    # ---------------------------------------------------------------- what the gates ask
-
-    def gates_steps(self) -> bool:
-        """Whether a step of the module's belongs to a cycle of more than one micro-batch."""
-        return self._manual and self._active and self._current is not None and self._current.length > 1
-
-    def closes_cycle(self) -> bool:
-        """Whether the micro-batch that runs is the last one of its cycle."""
-        return self._current is not None and self._current.last
-
-    def has_one_optimizer(self) -> bool:
-        """Whether no other optimizer's loss can leave gradients in an optimizer's parameters."""
-        return len(self._gates) == 1
-
-    def _before_clipping(self, optimizer: Optimizer) -> bool:
-        if not self.gates_steps():
-            return True
-        if not self.closes_cycle():
-            return False
-        gate = next((gate for gate in self._gates if gate.optimizer is optimizer), None)
-        return gate is None or gate.complete()
-
-    def _scheduler_may_step(self, interval: str) -> bool:
-        if not self._trainer.training:
-            return True
-        assert self.lightning_module is not None
-        if not self._manual:
-            return interval != "step" or not self._step_skipped
-        if self.lightning_module._current_fx_name not in _BATCH_HOOKS or self._current is None:
-            return True
-        return self._current.last and not self._step_skipped
-
-    # ---------------------------------------------------------------- what the look-ahead asks
-
-    def count_now(self, batch: Any) -> float:
-        """Items of a batch on the host."""
-        counted = self._count(batch)
-        if isinstance(counted, Exception):
-            raise counted
-        return counted
-
-    def total_over_ranks(self, items: float) -> float:
-        """Items of a cycle that the step averages over."""
-        return float(self._sum_over_ranks([items])[0]) if self.settings.average_across_ranks else items
-
-    def batches_until_step(self, position: int) -> int:
-        """Micro-batches from ``position`` in the epoch up to the end of its cycle."""
-        length = self._trainer.accumulate_grad_batches
-        return length - position % length
-
-    def position_in_epoch(self) -> int:
-        """Micro-batches of this epoch that a restarted run was trained on already."""
-        return self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-
-    def most_batches(self, length: int | None) -> float:
-        """Micro-batches that the Trainer takes of an epoch at most."""
-        return most_batches(self._trainer, length)
-
-    # ---------------------------------------------------------------- ends of cycles
-
-    def _finish_cycle(self) -> None:
-        """Publishes the result of a closed cycle, once."""
-        if self._finished or not self._cycle.closed:
-            return
-        self._finished = True
-        cycle = self._cycle
-        loss = None
-        if self._loss_sum is not None and cycle.items > 0:
-            if cycle.loss_reduction != "prescaled":
-                loss = self._loss_sum / cycle.items
-            else:
-                total = cycle.total_items if cycle.average_across_ranks else cycle.items
-                loss = self._loss_sum * (total / cycle.items)
-        self.cycle_result = CycleResult(
-            index=0 if self.cycle_result is None else self.cycle_result.index + 1,
-            micro_batches=cycle.micro_batches,
-            num_items=cycle.items,
-            total_items=cycle.total_items,
-            stepped=not self._step_skipped,
-            loss=loss,
-        )
-
-    def _start_cycle(self) -> None:
-        self._cycle.reset()
-        self._finished = False
-        self._current = None
-        if self._loss_sum is not None:
-            self._loss_sum.zero_()
-        for gate in self._gates:
-            gate.start_cycle()
-            gate.aside.clear()
-
-    def _release_gradients(self) -> None:
-        if not self._frees:
-            return
-        for gate in self._gates:
-            if not self._manual or gate.can_release():
-                for parameter in gate.parameters:
-                    parameter.grad = None
-
-    def _check_regular(self) -> None:
-        for gate in self._gates if self._manual else ():
-            if gate.irregular() and self._trainer.accumulate_grad_batches > 1:
-                raise MisconfigurationException(gate.irregular_message())
-
-    def _discard(self, why: str) -> None:
-        lost = self._cycle.micro_batches
-        self.lost_micro_batches += lost
-        rank_zero_warn(
-            f"{lost} micro-batches were lost: {why}. Their gradients are discarded; no step was taken with them."
-        )
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drops an open cycle with its gradients."""
-        was_open = self._cycle.open
-        self._start_cycle()
-        if was_open:
-            for gate in self._gates:
-                for parameter in gate.parameters:
-                    parameter.grad = None
 
 
 def _names_argument(function: Callable[..., Any], name: str) -> bool:

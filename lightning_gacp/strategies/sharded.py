@@ -53,8 +53,8 @@ class ShardedAccumulation(AccumulationMixin):
         super().setup(trainer)
         if not self.settings.average_across_ranks and self._ranks > 1:
             raise MisconfigurationException(
-                f"`average_across_ranks=False` does not work with `{type(self).__name__}`: each micro-batch's gradients are"
-                " averaged over ranks before the rank's own count is known. Use `average_across_ranks=True`."
+                f"`average_across_ranks=False` does not work with `{type(self).__name__}`: each micro-batch's gradients"
+                " are averaged over ranks before the rank's own count is known. Use `average_across_ranks=True`."
             )
         self._capture = []
         if trainer.state.fn == TrainerFn.FITTING and self._ranks > 1:
@@ -99,7 +99,7 @@ class ShardedAccumulation(AccumulationMixin):
 
 
 class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
-    """Exact gradient accumulation with FSDP2 and tensor parallelism, as ``configure_model`` sets them up.
+    """Exact accumulation with FSDP2 and tensor parallelism, as ``configure_model`` sets them up.
 
     The arguments are those of ``AccumulationMixin``, then those of ``ModelParallelStrategy``, and:
 
@@ -154,9 +154,7 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers ``gacp_model_parallel``."""
-        register(
-            strategy_registry, cls.strategy_name, cls, "Exact gradient accumulation with FSDP2 and tensor parallelism"
-        )
+        register(strategy_registry, cls.strategy_name, cls, "Exact accumulation with FSDP2 and DTensor")
 
 
 class GACPFSDPStrategy(ShardedAccumulation, FSDPStrategy):

@@ -1,0 +1,280 @@
+"""The books of a cycle: what automatic and manual optimization share, and what the gates ask.
+
+Nothing here is a hook of Lightning's; ``mixin.py`` has those, in the order in which a micro-batch goes through them.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_gacp.accumulation.cycle import AccumulationCycle, CycleResult, MicroBatch
+from lightning_gacp.accumulation.gradients import scale_
+from lightning_gacp.accumulation.running_loss import RunningLoss
+from lightning_gacp.strategies.counting import ItemCount
+from lightning_gacp.strategies.gates import OptimizerGate
+
+if TYPE_CHECKING:
+    _Base = Strategy
+else:
+    _Base = object
+
+# In these hooks a scheduler's `step` belongs to the micro-batch that runs; anywhere else (validation, end of an
+# epoch) it does not.
+_BATCH_HOOKS = frozenset(
+    {
+        "training_step",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "optimizer_step",
+    }
+)
+
+
+class Current:
+    """The micro-batch that runs."""
+
+    def __init__(self, ready: int, length: int, last: bool, items: float | Exception | None) -> None:
+        self.ready = ready  # its number in the epoch, from 1
+        self.length = length  # Lightning's cycle length
+        self.last = last
+        self.items = items
+        self.step: MicroBatch | None = None  # once its count has entered the cycle
+        self.handed_over: float | None = None
+
+
+class CycleBooks(_Base):
+    """Keeps the cycle, the micro-batch that runs, and a gate for every optimizer."""
+
+    def _open_books(self) -> None:
+        self._gates: list[OptimizerGate] = []
+        self._cycle = AccumulationCycle()
+        self._current: Current | None = None
+        self._count: ItemCount | None = None
+        self._counted: float | Exception | None = None
+        self._running_loss = RunningLoss()
+        self._finished = False
+        self._step_skipped = False
+        self._frees = False
+        self._factor_due = 1.0
+        self.cycle_result: CycleResult | None = None
+        self.lost_micro_batches = 0
+
+    # ---------------------------------------------------------------- what the parallel strategies override
+
+    # Where gradients are out of reach until the last backward has reduced them, the closing factor waits for the step.
+    _scales_after_last_backward = False
+
+    @property
+    def _ranks(self) -> int:
+        """Number of ranks whose gradients are averaged."""
+        return 1
+
+    def _sum_over_ranks(self, values: Any) -> Any:
+        """Adds up a list of numbers over the ranks whose gradients are averaged, on the host."""
+        return values
+
+    def _synced(self, last: bool) -> AbstractContextManager[Any]:
+        """Context of a manual backward: holds reductions back until the last micro-batch."""
+        return nullcontext()
+
+    def _backward_without_items(self, loss: Tensor, optimizer: Optimizer | None) -> None:
+        """Takes the place of a backward whose loss is over no items. Alone, there is nothing to do."""
+
+    def gradients_are_views(self) -> bool:
+        """Whether ``.grad`` may be a view of memory that others write."""
+        return False
+
+    # ---------------------------------------------------------------- one micro-batch
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def _manual(self) -> bool:
+        return self.lightning_module is not None and not self.lightning_module.automatic_optimization
+
+    @property
+    def _active(self) -> bool:
+        """Whether a micro-batch of training runs (stochastic weight averaging runs some without a backward)."""
+        return self._current is not None and self._trainer.training
+
+    def _begin_micro_batch(self, trainer: Trainer) -> None:
+        loop = trainer.fit_loop
+        ready = loop.epoch_loop.batch_progress.current.ready
+        length = trainer.accumulate_grad_batches
+        if self._current is not None and self._current.ready == ready:
+            if length > 1:
+                raise MisconfigurationException(
+                    "The optimizer evaluates its closure several times a step, and a cycle of several"
+                    " micro-batches cannot be"
+                    " run again. Set `accumulate_grad_batches=1`, or take another optimizer."
+                )
+            self._start_cycle()
+        self._step_skipped = False
+        self._current = Current(ready, length, not loop._should_accumulate(), self._counted)
+
+    def _settle(self, num_items: float | None = None, has_loss: bool = True) -> MicroBatch:
+        """Enters the micro-batch into the cycle at its first loss, and scales the gradients gathered before it."""
+        current = self._current
+        assert current is not None
+        num_items = current.handed_over if num_items is None else num_items
+        if current.step is None:
+            items = current.items if num_items is None else float(num_items)
+            if not has_loss:
+                items = 0.0
+            if isinstance(items, Exception):
+                raise items
+            if items is None:
+                raise MisconfigurationException(
+                    "The items of this micro-batch could not be counted before its forward. Hand the count over"
+                    " with the loss:"
+                    ' `self.manual_backward(loss, num_items=n)`, or return `{"loss": loss, "num_items": n}`.'
+                )
+            if has_loss:
+                assert self._count is not None
+                self._count.announce(type(self).__name__, current.length, handed_over=num_items is not None)
+            current.handed_over = items
+            step = self._cycle.add(items, current.last, has_loss)
+            if self._scales_after_last_backward:
+                self._factor_due = step.factor
+                step = MicroBatch(step.weight / step.factor)
+            else:
+                self._scale_gathered(step.factor)
+            current.step = step
+        elif num_items is not None and float(num_items) != current.handed_over:
+            raise MisconfigurationException(
+                f"Two losses of one `training_step` came with different counts, {current.handed_over:g} and"
+                f" {float(num_items):g}"
+                " items, and a micro-batch has one weight. Give both the same count, or add the losses up before"
+                " one backward."
+            )
+        return current.step
+
+    def _scale_gathered(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        # Through a dict: a parameter of two optimizers is scaled once.
+        parameters = dict.fromkeys(parameter for gate in self._gates for parameter in gate.parameters)
+        aside = [gradient for gate in self._gates for gradient in gate.aside.tensors()]
+        scale_([*(parameter.grad for parameter in parameters), *aside], factor)
+
+    def ready_to_step(self) -> bool:
+        """Brings the gradients of a closing cycle to their final value; whether there is anything to step with."""
+        current = self._current
+        if current is None or not current.last:
+            return True
+        self._settle(has_loss=False)
+        factor, self._factor_due = self._factor_due, 1.0
+        self._scale_gathered(factor)
+        if not self._cycle.empty:
+            return True
+        if not self._step_skipped:
+            self._step_skipped = True
+            rank_zero_warn(
+                f"A cycle of {self._cycle.micro_batches} micro-batches had no items at all (no target that its"
+                " loss averages"
+                " over): it was skipped, without a step of the optimizer or the learning-rate schedule."
+            )
+        return False
+
+    # ---------------------------------------------------------------- what the gates ask
+
+    def gates_steps(self) -> bool:
+        """Whether a step of the module's belongs to a cycle of more than one micro-batch."""
+        return self._manual and self._active and self._current is not None and self._current.length > 1
+
+    def closes_cycle(self) -> bool:
+        """Whether the micro-batch that runs is the last one of its cycle."""
+        return self._current is not None and self._current.last
+
+    def has_one_optimizer(self) -> bool:
+        """Whether no other optimizer's loss can leave gradients in an optimizer's parameters."""
+        return len(self._gates) == 1
+
+    def _before_clipping(self, optimizer: Optimizer) -> bool:
+        if not self.gates_steps():
+            return True
+        if not self.closes_cycle():
+            return False
+        gate = next((gate for gate in self._gates if gate.optimizer is optimizer), None)
+        return gate is None or gate.complete()
+
+    def _scheduler_may_step(self, interval: str) -> bool:
+        if not self._trainer.training:
+            return True
+        assert self.lightning_module is not None
+        if not self._manual:
+            return interval != "step" or not self._step_skipped
+        if self.lightning_module._current_fx_name not in _BATCH_HOOKS or self._current is None:
+            return True
+        return self._current.last and not self._step_skipped
+
+    # ---------------------------------------------------------------- ends of cycles
+
+    def _finish_cycle(self) -> None:
+        """Publishes the result of a closed cycle, once."""
+        if self._finished or not self._cycle.closed:
+            return
+        self._finished = True
+        cycle = self._cycle
+        self.cycle_result = CycleResult(
+            index=0 if self.cycle_result is None else self.cycle_result.index + 1,
+            micro_batches=cycle.micro_batches,
+            num_items=cycle.items,
+            total_items=cycle.total_items,
+            stepped=not self._step_skipped,
+            loss=self._running_loss.mean(cycle),
+        )
+
+    def _start_cycle(self) -> None:
+        self._cycle.reset()
+        self._finished = False
+        self._current = None
+        self._running_loss.reset()
+        for gate in self._gates:
+            gate.start_cycle()
+            gate.aside.clear()
+
+    def _release_gradients(self) -> None:
+        if not self._frees:
+            return
+        for gate in self._gates:
+            if not self._manual or gate.can_release():
+                for parameter in gate.parameters:
+                    parameter.grad = None
+
+    def _check_regular(self) -> None:
+        for gate in self._gates if self._manual else ():
+            if gate.irregular() and self._trainer.accumulate_grad_batches > 1:
+                raise MisconfigurationException(gate.irregular_message())
+
+    def _discard(self, why: str) -> None:
+        lost = self._cycle.micro_batches
+        self.lost_micro_batches += lost
+        rank_zero_warn(
+            f"{lost} micro-batches were lost: {why}. Their gradients are discarded; no step was taken with them."
+        )
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops an open cycle with its gradients."""
+        was_open = self._cycle.open
+        self._start_cycle()
+        if was_open:
+            for gate in self._gates:
+                for parameter in gate.parameters:
+                    parameter.grad = None
