@@ -67,9 +67,9 @@ class AcceleratorDevice:
         with context:
             destination.copy_(source, non_blocking=True)
 
-    def allocate(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate device memory for the current stream."""
-        return torch.empty_strided(size, stride, dtype=dtype, device=self.device)
+    def allocate(self, nbytes: int) -> Tensor:
+        """Allocate device memory for the current stream, as bytes."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def allocate_host(self, nbytes: int) -> Tensor:
         """Allocate pinned host memory, as bytes."""

@@ -1,9 +1,10 @@
 """Put the offload around the blocks of a model, and take it off again."""
 
 import logging
+import os
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_gacp.blocks import Block, Selector, evenly_spaced, find_blocks
@@ -95,16 +96,13 @@ def offload_selected(
     device: Device | _Find | None = FIND,
 ) -> AppliedOffload:
     """Offload exactly ``blocks`` of ``module``. See `offload_blocks` for the other arguments."""
-    _at_least("min_bytes", min_bytes, 0)
-    _at_least("keep_last", keep_last, 0)
-    _at_least("prefetch", prefetch, 0)
-    if max_host_bytes is not None:
-        _at_least("max_host_bytes", max_host_bytes, 0)
+    check_numbers(min_bytes=min_bytes, max_host_bytes=max_host_bytes, keep_last=keep_last, prefetch=prefetch)
     _check_blocks(module, blocks)
     found = AcceleratorDevice.find() if isinstance(device, _Find) else device
     engine = OffloadEngine(found, max_host_bytes=max_host_bytes, prefetch=prefetch)
     if found is None:
-        _log.info(NO_ACCELERATOR)
+        if _is_first_rank():
+            _log.warning(NO_ACCELERATOR)
     else:
         for index, block in enumerate(blocks):
             keep = index >= len(blocks) - keep_last
@@ -122,11 +120,26 @@ def offload_selected(
     return applied
 
 
-def _at_least(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}={value!r}` must be an integer; write for instance `{name}={max(least, 1)}`.")
-    if value < least:
-        raise ValueError(f"`{name}={value}` must be at least {least}; write for instance `{name}={max(least, 1)}`.")
+def check_numbers(**numbers: int | None) -> None:
+    """Refuse settings that are no whole numbers from 0 on, or ``None`` where that has a meaning.
+
+    Raises:
+        TypeError: One is no integer.
+        ValueError: One is negative.
+    """
+    for name, value in numbers.items():
+        if value is None and name == "max_host_bytes":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"`{name}={value!r}` must be an integer; write for instance `{name}=1`.")
+        if value < 0:
+            raise ValueError(f"`{name}={value}` must not be negative; write for instance `{name}=1`.")
+
+
+def _is_first_rank() -> bool:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
 
 
 def _check_blocks(module: nn.Module, blocks: list[Block]) -> None:

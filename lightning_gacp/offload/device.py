@@ -7,7 +7,6 @@ copies at adversarial times and reports every access that no event orders.
 import enum
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 Stream: TypeAlias = Any
@@ -67,8 +66,16 @@ class Device(Protocol):
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Issue a copy of bytes to ``stream``. The host goes on at once."""
 
-    def allocate(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Allocate device memory for the current stream. Raises ``torch.OutOfMemoryError`` when there is none."""
+    def allocate(self, nbytes: int) -> Tensor:
+        """Allocate device memory for the current stream, as bytes.
+
+        Raises:
+            torch.OutOfMemoryError: There is none.
+        """
 
     def allocate_host(self, nbytes: int) -> Tensor:
-        """Allocate pinned host memory, as bytes. Raises ``RuntimeError`` when there is none."""
+        """Allocate pinned host memory, as bytes.
+
+        Raises:
+            RuntimeError: There is none.
+        """

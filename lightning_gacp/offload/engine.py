@@ -24,13 +24,13 @@ Note: [Who may touch which buffer when]
 
 Note: [What bounds device memory]
     In flight: what the largest call of a block has moved. So a source waits for the whole next block to be computed
-    before compute waits for its copy. Arriving: what ``prefetch`` + 1 calls have moved.
+    before compute waits for its copy. Arriving: what the largest calls need, ``prefetch`` + 1 times.
 """
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable, Container
+from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -41,18 +41,18 @@ from lightning_gacp.offload.device import Device, Site, Stream
 from lightning_gacp.offload.host import default_cap
 from lightning_gacp.offload.order import Call, Order
 from lightning_gacp.offload.records import (
+    Geometry,
     HostCopy,
     Kept,
-    Layout,
     Offloaded,
     Record,
+    Shelf,
     changed_in_place,
-    is_alive,
-    layout_of,
+    storage_behind,
     weak_storage,
 )
-from lightning_gacp.offload.statistics import Counters, Stats
-from lightning_gacp.offload.transfers import Transfers
+from lightning_gacp.offload.statistics import Counters, HostStats, Stats
+from lightning_gacp.offload.transfers import Transfers, all_bytes
 
 _log = logging.getLogger("lightning_gacp")
 
@@ -78,16 +78,16 @@ class OffloadEngine:
         self.device = device
         self.prefetch = prefetch
         self._fixed_bound = in_flight_bound
-        self._largest_call = 0
+        self._largest_move = 0
+        self._largest_need = 0
         # Reentrant, because a finaliser of the application may run a backward while this thread is inside the engine.
         self._lock = threading.RLock()
         self._graveyard: deque[HostCopy] = deque()
         self._order = Order()
-        self._known: dict[Layout, ref[Record]] = {}
-        self._in_flight: dict[HostCopy, None] = {}
-        self._in_flight_bytes = 0
-        self._arriving: dict[HostCopy, None] = {}
-        self._arriving_bytes = 0
+        self._known: dict[int, ref[Record]] = {}
+        self._in_flight = Shelf()
+        self._arriving = Shelf()
+        self._wanted: Counter[HostCopy] = Counter()
         self._live = 0
         self._told_full = False
         self._count = Counters()
@@ -117,16 +117,17 @@ class OffloadEngine:
             tensor: Is not held in any form that the graph could own.
             keep_because: Why it has to stay on the device, or ``None`` to move it.
         """
-        nbytes = tensor.numel() * tensor.element_size() if keep_because is None else 0
         with self._lock, torch.no_grad():
             self.drain()
             if keep_because is None:
-                record = self._find_known(tensor, nbytes) or self._offload(call, tensor, nbytes)
+                record = self._find_known(tensor) or self._offload(call, tensor)
                 if record is not None:
-                    return Offloaded(call, record)
+                    call.needs(record.copy)
+                    self._largest_need = max(self._largest_need, call.needed_bytes)
+                    return Offloaded(call, record, Geometry.of(tensor))
                 keep_because = "host memory is full"
             self._count.kept_tensors[keep_because] += 1
-            self._count.kept_bytes[keep_because] += nbytes or _size_of(tensor)
+            self._count.kept_bytes[keep_because] += _size_of(tensor)
             return Kept(call, tensor)
 
     def unpack(self, saved: Kept | Offloaded) -> Tensor:
@@ -138,24 +139,27 @@ class OffloadEngine:
         with self._lock, torch.no_grad():
             self.drain()
             if isinstance(saved, Kept):
-                if saved.tensor._version != saved.version:
-                    raise changed_in_place(
-                        tuple(saved.tensor.shape), saved.tensor.dtype, saved.tensor._version, saved.version
-                    )
+                tensor, version = saved.tensor, saved.tensor._version
+                if version != saved.version:
+                    raise changed_in_place(tuple(tensor.shape), tensor.dtype, version, saved.version)
                 if self._order.visit(saved.call, None) and self._live:
-                    self._bring_ahead(saved.call, self._moves.device.current_stream())
-                return saved.tensor
+                    self._look_ahead(saved.call)
+                    self._bring_ahead(self._moves.device.current_stream())
+                return tensor
             stream = self._moves.device.current_stream()
             copy = saved.record.copy
-            if copy.handed_stream == stream:
-                tensor = copy.handed_tensor()
-                if tensor is not None:
-                    self._count.served["present"] += 1
-                    return tensor
+            handed = storage_behind(copy.handed) if copy.destination_stream == stream else None
+            if handed is not None and copy.arriving is None:
+                self._count.served["present"] += 1
+                return saved.geometry.place(handed)
             another = self._order.visit(saved.call, saved.index)
-            tensor = self._fetch(copy, stream)
             if another:
-                self._bring_ahead(saved.call, stream)
+                self._look_ahead(saved.call)
+            else:
+                self._wanted[copy] -= 1
+            tensor = saved.geometry.place(self._fetch(copy, saved.geometry, stream))
+            if another:
+                self._bring_ahead(stream)
             return tensor
 
     def drain(self) -> None:
@@ -172,140 +176,130 @@ class OffloadEngine:
         """What was done so far."""
         with self._lock:
             self.drain()
-            count, moves = self._count, self._transfers
-            pool = None if moves is None else moves.pool
-            return {
-                "active": self.active,
-                "offloaded_tensors": count.offloaded_tensors,
-                "offloaded_bytes": count.offloaded_bytes,
-                "reloaded_tensors": count.reloaded_tensors,
-                "reloaded_bytes": count.reloaded_bytes,
-                "reused_tensors": count.reused_tensors,
-                "reused_bytes": count.reused_bytes,
-                "kept_tensors": dict(count.kept_tensors),
-                "kept_bytes": dict(count.kept_bytes),
-                "served": dict(count.served),
-                "dropped_reloads": count.dropped_reloads,
-                "waits": dict(count.waits),
-                "in_flight_bytes": self._in_flight_bytes,
-                "peak_in_flight_bytes": count.peak_in_flight_bytes,
-                "in_flight_bound_bytes": self._in_flight_bound,
-                "arriving_bytes": self._arriving_bytes,
-                "peak_arriving_bytes": count.peak_arriving_bytes,
-                "arriving_bound_bytes": self._arriving_bound,
-                "live_records": self._live,
-                "host_bytes": 0 if pool is None else pool.total_bytes,
-                "host_used_bytes": 0 if pool is None else pool.used_bytes,
-                "peak_host_used_bytes": 0 if pool is None else pool.peak_used_bytes,
-                "host_cap_bytes": None if pool is None else pool.cap_bytes,
-                "host_slabs": 0 if pool is None else pool.slabs,
-                "streams": 0 if moves is None else moves.streams,
-                "events": count.events,
-            }
+            moves = self._transfers
+            return self._count.report(
+                active=self.active,
+                in_flight=self._in_flight,
+                in_flight_bound=self._in_flight_bound,
+                arriving=self._arriving,
+                arriving_bound=self._arriving_bound,
+                live_records=self._live,
+                host=HostStats() if moves is None else moves.pool.stats(),
+                streams=0 if moves is None else moves.streams,
+            )
 
     # Copies out
 
-    def _find_known(self, tensor: Tensor, nbytes: int) -> Record | None:
-        """The record of a tensor that is on the host already, unchanged."""
-        known = self._known.get(layout_of(tensor))
+    def _find_known(self, tensor: Tensor) -> Record | None:
+        """The record of a storage that is on the host already, unchanged."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
         record = None if known is None else known()
         if record is None:
             return None
         copy = record.copy
-        if copy.spoiled or copy.version != tensor._version or not is_alive(copy.source_storage):
+        if copy.spoiled is not None or copy.version != tensor._version or storage_behind(copy.source_storage) is None:
             return None
         self._count.reused_tensors += 1
-        self._count.reused_bytes += nbytes
+        self._count.reused_bytes += copy.nbytes
         return record
 
-    def _offload(self, call: Call, tensor: Tensor, nbytes: int) -> Record | None:
+    def _offload(self, call: Call, tensor: Tensor) -> Record | None:
         """Start the copy of ``tensor`` to the host. ``None``: there is no room."""
         copy = self._moves.start_out(tensor.detach(), self._moves.device.current_stream())
         if copy is None:
             self._tell_full()
             return None
-        self._in_flight[copy] = None
-        self._in_flight_bytes += nbytes
-        call.nbytes += nbytes
-        self._largest_call = max(self._largest_call, call.nbytes)
-        while self._in_flight_bytes > self._in_flight_bound:
-            self._release(next(iter(self._in_flight)), Site.RELEASED_AT_BOUND)
-        self._count.peak_in_flight_bytes = max(self._count.peak_in_flight_bytes, self._in_flight_bytes)
+        self._in_flight.add(copy)
+        call.moved_bytes += copy.nbytes
+        self._largest_move = max(self._largest_move, call.moved_bytes)
+        while self._in_flight.nbytes > self._in_flight_bound:
+            self._release(self._in_flight.oldest(), Site.RELEASED_AT_BOUND)
+        self._in_flight.note_peak()
         self._count.offloaded_tensors += 1
-        self._count.offloaded_bytes += nbytes
+        self._count.offloaded_bytes += copy.nbytes
         self._live += 1
         record = Record(copy, self._graveyard)
-        self._known[copy.layout] = ref(record)
+        self._known[copy.address] = ref(record)
         return record
 
     def _release(self, copy: HostCopy, site: Site) -> None:
         """Let go of a source, once its stream has been told to wait for the copy."""
         self._moves.wait(copy.source_stream, copy.copied, site)
         if copy.source is not None and copy.source._version != copy.version:
-            copy.spoiled = True
+            copy.spoiled = copy.source._version
         copy.source = None
         copy.in_flight = False
-        del self._in_flight[copy]
-        self._in_flight_bytes -= copy.nbytes
+        self._in_flight.remove(copy)
 
     # Copies in
 
-    def _fetch(self, copy: HostCopy, stream: Stream) -> Tensor:
-        """The tensor of ``copy`` on the device, complete for ``stream``."""
+    def _fetch(self, copy: HostCopy, geometry: Geometry, stream: Stream) -> torch.UntypedStorage:
+        """The storage of ``copy`` on the device, complete for ``stream``."""
         source = copy.source
         if copy.in_flight:
             same = copy.source_stream == stream
-            self._release(copy, Site.RELEASED_TO_BACKWARD if same else Site.RELEASED_TO_OTHER_STREAM)
-            if same and source is not None and not copy.spoiled:
+            if same and source is not None and source._version == copy.version and self._wanted[copy] > 0:
                 self._count.served["in flight"] += 1
-                return source
-        if copy.spoiled:
-            _, size, _, dtype = copy.layout
-            found = copy.version + 1 if source is None else source._version
-            raise changed_in_place(size, dtype, found, copy.version)
+                return source.untyped_storage()  # and it stays in flight for the next who asks
+            self._release(copy, Site.RELEASED_TO_BACKWARD if same else Site.RELEASED_TO_OTHER_STREAM)
+            if same and source is not None and copy.spoiled is None:
+                self._count.served["in flight"] += 1
+                return source.untyped_storage()
+        if copy.spoiled is not None:
+            raise changed_in_place(geometry.size, geometry.dtype, copy.spoiled, copy.version)
         if copy.arriving is not None and copy.destination_stream != stream:
             self._drop(copy, Site.DROPPED_OTHER_STREAM)
-        if copy.arriving is not None:
-            tensor = copy.arriving
+        destination = copy.arriving
+        if destination is not None:
             self._no_longer_arriving(copy)
             self._count.served["ahead"] += 1
         else:
-            tensor = self._moves.start_in(copy, stream)
+            destination = self._moves.start_in(copy, stream)
             self._count.served["on demand"] += 1
         assert copy.arrived is not None
         self._moves.wait(stream, copy.arrived, Site.ARRIVED)
-        copy.handed = weak_storage(tensor)
-        copy.handed_stream = stream
-        return tensor
+        copy.handed = weak_storage(destination.untyped_storage())
+        if self._wanted[copy] > 0:
+            self._expect(copy, destination)
+        return destination.untyped_storage()
 
-    def _bring_ahead(self, call: Call, stream: Stream) -> None:
-        """Start reloads of what ``call`` and the calls after it will ask for."""
+    def _look_ahead(self, call: Call) -> None:
+        """Find what ``call`` and the calls after it will ask for, and how often, in the order of their asking."""
+        calls = [call, *self._order.ahead(call, self.prefetch)]
+        self._wanted = Counter(record.copy for one in calls for record in self._order.remaining(one))
+
+    def _bring_ahead(self, stream: Stream) -> None:
+        """Start reloads of what will be asked for."""
         if self.prefetch == 0:
             return
-        calls = [call, *self._order.ahead(call, self.prefetch)]
-        wanted = {record.copy: None for one in calls for record in self._order.remaining(one)}
-        for copy in wanted:
-            present = is_alive(copy.handed)
-            if copy.in_flight or copy.spoiled or copy.arriving is not None or present:
+        for copy in self._wanted:
+            if copy.in_flight or copy.spoiled is not None or copy.arriving is not None:
                 continue
-            if not self._make_room(copy.nbytes, wanted):
+            if not self._make_room(copy.nbytes):
                 return
-            try:
-                destination = self._moves.start_in(copy, stream)
-            except torch.OutOfMemoryError:  # it will be asked for when there is no other way
-                return
-            copy.arriving = self._moves.device.hold(destination, Site.DESTINATION_HELD)
-            self._arriving[copy] = None
-            self._arriving_bytes += copy.nbytes
-            self._count.peak_arriving_bytes = max(self._count.peak_arriving_bytes, self._arriving_bytes)
+            present = storage_behind(copy.handed) if copy.destination_stream == stream else None
+            if present is not None:  # another call has it, and lets go of it too early
+                destination = all_bytes(present)
+            else:
+                try:
+                    destination = self._moves.start_in(copy, stream)
+                except torch.OutOfMemoryError:  # it will be asked for when there is no other way
+                    return
+            self._expect(copy, destination)
 
-    def _make_room(self, nbytes: int, wanted: Container[HostCopy]) -> bool:
+    def _expect(self, copy: HostCopy, destination: Tensor) -> None:
+        """Hold a destination for somebody who will ask for it."""
+        copy.arriving = self._moves.device.hold(destination, Site.DESTINATION_HELD)
+        self._arriving.add(copy)
+        self._arriving.note_peak()
+
+    def _make_room(self, nbytes: int) -> bool:
         """Drop wrong guesses, oldest first, until ``nbytes`` more may arrive."""
-        for copy in [copy for copy in self._arriving if copy not in wanted]:
-            if self._arriving_bytes + nbytes <= self._arriving_bound:
+        for copy in [copy for copy in self._arriving.copies if copy not in self._wanted]:
+            if self._arriving.nbytes + nbytes <= self._arriving_bound:
                 break
             self._drop(copy, Site.DROPPED_EVICTED)
-        return self._arriving_bytes + nbytes <= self._arriving_bound
+        return self._arriving.nbytes + nbytes <= self._arriving_bound
 
     def _drop(self, copy: HostCopy, site: Site) -> None:
         """Let go of a destination that nobody has used, once its stream has been told to wait for the copy."""
@@ -316,19 +310,18 @@ class OffloadEngine:
 
     def _no_longer_arriving(self, copy: HostCopy) -> None:
         copy.arriving = None
-        del self._arriving[copy]
-        self._arriving_bytes -= copy.nbytes
+        self._arriving.remove(copy)
 
     def _bury(self, copy: HostCopy) -> None:
         """Give back everything of a copy whose record has died."""
         if copy.in_flight:
             self._release(copy, Site.RELEASED_DEAD)
-        if copy in self._arriving:
+        if copy in self._arriving.copies:
             self._drop(copy, Site.DROPPED_DEAD)
         self._moves.give_back(copy)
-        known = self._known.get(copy.layout)
+        known = self._known.get(copy.address)
         if known is not None and known() is None:
-            del self._known[copy.layout]
+            del self._known[copy.address]
         self._live -= 1
 
     # What the above is made of
@@ -340,11 +333,11 @@ class OffloadEngine:
 
     @property
     def _in_flight_bound(self) -> int:
-        return self._largest_call if self._fixed_bound is None else self._fixed_bound
+        return self._largest_move if self._fixed_bound is None else self._fixed_bound
 
     @property
     def _arriving_bound(self) -> int:
-        return (self.prefetch + 1) * self._largest_call
+        return (self.prefetch + 1) * self._largest_need
 
     def _tell_full(self) -> None:
         if self._told_full:

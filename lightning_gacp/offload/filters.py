@@ -7,6 +7,9 @@ from torch import Tensor, nn
 
 from lightning_gacp.offload.device import Device
 
+_LEAST_SHARE = 8
+"""A tensor that is less than this part of its storage stays. The slices of a fused projection are more."""
+
 
 def storage_address(tensor: Tensor) -> int | None:
     """What tells storages apart, or ``None`` for a tensor without one."""
@@ -44,7 +47,7 @@ class Filter:
             return "not a dense layout"
         if not self._device.owns(tensor):
             return "on another device"
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = tensor.untyped_storage().nbytes()
         if nbytes < self._min_bytes or nbytes == 0:
             return "smaller than min_bytes"
         base = tensor if tensor._base is None else tensor._base
@@ -54,8 +57,8 @@ class Filter:
             return "cast of a parameter"
         if tensor.is_conj() or tensor.is_neg():
             return "lazily conjugated"
-        if not covers_storage(tensor):
-            return "view of another size than its storage"
+        if tensor.numel() * tensor.element_size() * _LEAST_SHARE < nbytes:
+            return "small part of its storage"
         return None
 
     def _weights(self) -> set[int | None]:
@@ -87,20 +90,3 @@ class Filter:
 def _chain(*groups: Iterable[Tensor]) -> Iterable[Tensor]:
     for group in groups:
         yield from group
-
-
-def covers_storage(tensor: Tensor) -> bool:
-    """Whether each byte of the storage belongs to exactly one element, so that a copy of the storage is exact.
-
-    Permuted tensors and channels-last ones do. A slice does not, nor does an expanded tensor.
-    """
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
-        return False
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True

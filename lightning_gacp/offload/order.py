@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
-from lightning_gacp.offload.records import Record
+from lightning_gacp.offload.records import HostCopy, Record
 
 if TYPE_CHECKING:
     from lightning_gacp.offload.engine import OffloadEngine
@@ -22,7 +22,17 @@ Key: TypeAlias = tuple[int, int]
 class Call:
     """One call of a block in a forward. The saved tensors of the call own it."""
 
-    __slots__ = ("__weakref__", "chain", "engine", "key", "nbytes", "previous", "records")
+    __slots__ = (
+        "__weakref__",
+        "chain",
+        "copies",
+        "engine",
+        "key",
+        "moved_bytes",
+        "needed_bytes",
+        "previous",
+        "records",
+    )
 
     def __init__(self, engine: "OffloadEngine", key: Key, chain: "Chain", previous: "Call | None") -> None:
         self.engine = engine
@@ -30,8 +40,17 @@ class Call:
         self.chain = chain
         self.previous = None if previous is None else weakref.ref(previous)
         self.records: list[weakref.ref[Record]] = []
-        self.nbytes = 0
-        """Bytes that the call has moved to the host."""
+        self.copies: set[HostCopy] = set()
+        self.moved_bytes = 0
+        """What the call has moved to the host."""
+        self.needed_bytes = 0
+        """What its backward needs from the host, which includes what earlier calls have moved."""
+
+    def needs(self, copy: HostCopy) -> None:
+        """Note that the call has saved what ``copy`` is of."""
+        if copy not in self.copies:
+            self.copies.add(copy)
+            self.needed_bytes += copy.nbytes
 
 
 class Chain:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_gacp.offload.statistics import HostStats
+
 ALIGNMENT = 512
 """Bytes. Slots start and end at multiples of it, which suits every dtype and the copy engines."""
 
@@ -48,10 +50,9 @@ class SlabPool:
         self.failure: str | None = None
         """What the allocator said when it refused."""
 
-    @property
-    def slabs(self) -> int:
-        """How many slabs were allocated."""
-        return len(self._slabs)
+    def stats(self) -> HostStats:
+        """What there is and was."""
+        return HostStats(self.total_bytes, self.used_bytes, self.peak_used_bytes, self.cap_bytes, len(self._slabs))
 
     def take(self, nbytes: int) -> list[Piece] | None:
         """Take a slot of at least ``nbytes``, or return ``None`` at the cap, having changed nothing that is in use."""

@@ -6,6 +6,11 @@ Note: [The graph owns the record]
     So whatever happens to the graph, evaluation, an exception, ``retain_graph``, a second backward, an output
     that no loss uses, the record lives exactly as long as somebody could ask for the tensor.
 
+Note: [Storages, not tensors]
+    What is moved is the storage of a saved tensor, byte for byte, and how the tensor lies in it is remembered with each
+    pack. So every layout comes back as it was, a transposed view and its base share one copy, the three slices of
+    a fused ``qkv`` do too, and an expanded tensor moves no more than what it is expanded from.
+
 Note: [Finalisers only append]
     The garbage collector runs a `Record`'s finaliser in any thread at any allocation, also in one that holds
     the engine's lock, or some lock of the application. So it takes no lock and touches no device: it appends the
@@ -14,7 +19,7 @@ Note: [Finalisers only append]
 
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,40 +31,57 @@ from lightning_gacp.offload.pool import Piece
 if TYPE_CHECKING:
     from lightning_gacp.offload.order import Call
 
-Layout: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Address of the storage object, size, stride and dtype: what two packs of the same tensor have in common."""
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage. Each pack has its own, also where two tensors share a storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Geometry":
+        """The geometry of ``tensor``."""
+        return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def place(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor that lies like this in ``storage``."""
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage,
+            self.offset,
+            self.size,
+            self.stride,
+        )
 
 
-def weak_storage(tensor: Tensor) -> StorageWeakRef:
-    """A weak reference to the storage of ``tensor``. While it exists no other storage gets the same address."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+def weak_storage(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """A weak reference. While it exists no other storage gets the same address."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def is_alive(storage: StorageWeakRef | None) -> bool:
-    """Whether somebody still holds the storage."""
-    return storage is not None and not storage.expired()  # type: ignore[no-untyped-call]
-
-
-def layout_of(tensor: Tensor) -> Layout:
-    """The layout of a tensor that begins where its storage begins."""
-    return tensor.untyped_storage()._cdata, tuple(tensor.shape), tensor.stride(), tensor.dtype
+def storage_behind(weak: StorageWeakRef | None) -> torch.UntypedStorage | None:
+    """The storage, if somebody still holds it."""
+    if weak is None or weak.expired():  # type: ignore[no-untyped-call]
+        return None
+    storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+    return storage
 
 
 class HostCopy:
-    """The copy of one tensor in host memory, and what is in motion between it and the device.
+    """The copy of one storage in host memory, and what is in motion between it and the device.
 
     The engine changes it, under its lock. Which stream may touch which of its buffers is said in the engine.
     """
 
     __slots__ = (
+        "address",
         "arrived",
         "arriving",
         "copied",
         "destination_stream",
         "handed",
-        "handed_stream",
         "in_flight",
-        "layout",
         "nbytes",
         "pieces",
         "source",
@@ -69,39 +91,56 @@ class HostCopy:
         "version",
     )
 
-    def __init__(self, tensor: Tensor, pieces: list[Piece], stream: Stream, copied: Event) -> None:
-        self.layout = layout_of(tensor)
-        self.nbytes = tensor.numel() * tensor.element_size()
+    def __init__(self, source: Tensor, pieces: list[Piece], stream: Stream, copied: Event) -> None:
+        storage = source.untyped_storage()
+        self.address = storage._cdata
+        self.nbytes = storage.nbytes()
         self.pieces = pieces
-        self.version = tensor._version
-        # While this exists, the address in `layout` means the same storage.
-        self.source_storage = weak_storage(tensor)
+        self.version = source._version
+        # While this exists, `address` means the same storage.
+        self.source_storage = weak_storage(storage)
         self.source_stream = stream
         self.source: Tensor | None = None
         """The tensor, while it is in flight."""
         self.in_flight = True
         self.copied = copied
         """The host copy is complete."""
-        self.spoiled = False
-        """The source was changed in place while it was in flight, so the host copy is worth nothing."""
+        self.spoiled: int | None = None
+        """The version that the source got while it was in flight: the host copy is worth nothing."""
         self.arriving: Tensor | None = None
-        """The destination of a reload that nobody has asked for yet."""
+        """The destination of a reload, as bytes, that somebody will ask for."""
         self.destination_stream: Stream = None
         self.arrived: Event | None = None
         """The last reload is complete: the destination may be read, the slot written."""
         self.handed: StorageWeakRef | None = None
-        """The storage of the destination that was last given to autograd. (A source may be changed in place later.)"""
-        self.handed_stream: Stream = None
+        """The destination that was last given to autograd. (A source may be changed in place later.)"""
 
-    def handed_tensor(self) -> Tensor | None:
-        """What was last given to autograd, if it is still alive. (The tensor object is not: autograd copies it.)"""
-        if self.handed is None or not is_alive(self.handed):
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.handed.cdata)
-        if storage is None:
-            return None
-        _, size, stride, dtype = self.layout
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, size, stride)
+
+class Shelf:
+    """Copies that something of is held on the device, oldest first, with their bytes."""
+
+    def __init__(self) -> None:
+        self.copies: dict[HostCopy, None] = {}
+        self.nbytes = 0
+        self.peak = 0
+
+    def add(self, copy: HostCopy) -> None:
+        """Put ``copy`` in."""
+        self.copies[copy] = None
+        self.nbytes += copy.nbytes
+
+    def remove(self, copy: HostCopy) -> None:
+        """Take ``copy`` out."""
+        del self.copies[copy]
+        self.nbytes -= copy.nbytes
+
+    def oldest(self) -> HostCopy:
+        """What has been in for longest."""
+        return next(iter(self.copies))
+
+    def note_peak(self) -> None:
+        """Remember the most bytes there were."""
+        self.peak = max(self.peak, self.nbytes)
 
 
 class Record:
@@ -129,13 +168,14 @@ class Kept:
 
 
 class Offloaded:
-    """A saved tensor that was moved to the host: the ``index``-th that ``call`` moved."""
+    """A saved tensor that was moved to the host: the ``index``-th of ``call``."""
 
-    __slots__ = ("call", "index", "record")
+    __slots__ = ("call", "geometry", "index", "record")
 
-    def __init__(self, call: "Call", record: Record) -> None:
+    def __init__(self, call: "Call", record: Record, geometry: Geometry) -> None:
         self.call = call
         self.record = record
+        self.geometry = geometry
         self.index = len(call.records)
         call.records.append(weakref.ref(record))
 

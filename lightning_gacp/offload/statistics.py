@@ -1,7 +1,10 @@
 """What the engine has done, in numbers."""
 
 from collections import Counter
-from typing import TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+if TYPE_CHECKING:
+    from lightning_gacp.offload.records import Shelf
 
 
 class Stats(TypedDict):
@@ -31,11 +34,12 @@ class Stats(TypedDict):
     """Sources that are held on the device until their copy is over."""
     peak_in_flight_bytes: int
     in_flight_bound_bytes: int
-    """What a single call has moved at most, which is the bound of what is in flight."""
+    """The most that a single call has moved."""
     arriving_bytes: int
-    """Tensors that were brought back ahead of time and are not used yet."""
+    """What is on the device again and held for somebody who will ask for it."""
     peak_arriving_bytes: int
     arriving_bound_bytes: int
+    """The most that a single call needs, times `prefetch` + 1."""
     live_records: int
     """Tensors that are on the host for a graph that is alive."""
     host_bytes: int
@@ -49,6 +53,16 @@ class Stats(TypedDict):
     streams: int
     events: int
     """Events that were made. They are used again and again."""
+
+
+class HostStats(NamedTuple):
+    """Figures of the host memory, in bytes."""
+
+    total: int = 0
+    used: int = 0
+    peak_used: int = 0
+    cap: int | None = None
+    slabs: int = 0
 
 
 class Counters:
@@ -66,6 +80,46 @@ class Counters:
         self.served: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.dropped_reloads = 0
-        self.peak_in_flight_bytes = 0
-        self.peak_arriving_bytes = 0
         self.events = 0
+
+    def report(
+        self,
+        *,
+        active: bool,
+        in_flight: "Shelf",
+        in_flight_bound: int,
+        arriving: "Shelf",
+        arriving_bound: int,
+        live_records: int,
+        host: HostStats,
+        streams: int,
+    ) -> Stats:
+        """Put the counts and what holds at this moment together."""
+        return {
+            "active": active,
+            "offloaded_tensors": self.offloaded_tensors,
+            "offloaded_bytes": self.offloaded_bytes,
+            "reloaded_tensors": self.reloaded_tensors,
+            "reloaded_bytes": self.reloaded_bytes,
+            "reused_tensors": self.reused_tensors,
+            "reused_bytes": self.reused_bytes,
+            "kept_tensors": dict(self.kept_tensors),
+            "kept_bytes": dict(self.kept_bytes),
+            "served": dict(self.served),
+            "dropped_reloads": self.dropped_reloads,
+            "waits": dict(self.waits),
+            "in_flight_bytes": in_flight.nbytes,
+            "peak_in_flight_bytes": in_flight.peak,
+            "in_flight_bound_bytes": in_flight_bound,
+            "arriving_bytes": arriving.nbytes,
+            "peak_arriving_bytes": arriving.peak,
+            "arriving_bound_bytes": arriving_bound,
+            "live_records": live_records,
+            "host_bytes": host.total,
+            "host_used_bytes": host.used,
+            "peak_host_used_bytes": host.peak_used,
+            "host_cap_bytes": host.cap,
+            "host_slabs": host.slabs,
+            "streams": streams,
+            "events": self.events,
+        }

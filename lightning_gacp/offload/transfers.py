@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_gacp.offload.device import Device, Event, Site, Stream
 from lightning_gacp.offload.pool import Piece, SlabPool
-from lightning_gacp.offload.records import HostCopy
+from lightning_gacp.offload.records import Geometry, HostCopy
 from lightning_gacp.offload.statistics import Counters
 
 
@@ -36,17 +36,18 @@ class Transfers:
         return 0 if self._streams is None else len(self._streams)
 
     def start_out(self, source: Tensor, stream: Stream) -> HostCopy | None:
-        """Start the copy of a tensor of ``stream`` to the host, or return ``None``: there is no room.
+        """Start the copy of the storage of a tensor of ``stream`` to the host, or return ``None``: there is no room.
 
         The copy is complete at its event ``copied``; until then the source is held.
         """
-        pieces = self.pool.take(source.numel() * source.element_size())
+        storage = source.untyped_storage()
+        pieces = self.pool.take(storage.nbytes())
         if pieces is None:
             return None
         try:
             out, _ = self._side_streams()
             self._order_after(out, stream, Site.SOURCE_WRITTEN)
-            for part, host in self._pair(source, pieces):
+            for part, host in self._pair(all_bytes(storage), pieces):
                 self.device.copy(host, part, out)
             copied = self._new_event()
             self.device.record(copied, out)
@@ -63,9 +64,8 @@ class Transfers:
         Raises:
             torch.OutOfMemoryError: There is no device memory.
         """
-        _, size, stride, dtype = copy.layout
         with torch.inference_mode(False):
-            destination = self.device.allocate(size, stride, dtype)
+            destination = self.device.allocate(copy.nbytes)
         _, into = self._side_streams()
         self._order_after(into, stream, Site.DESTINATION_FREE)
         self.wait(into, copy.copied, Site.HOST_WRITTEN)
@@ -111,9 +111,8 @@ class Transfers:
         self._count.events += 1
         return self.device.new_event()
 
-    def _pair(self, tensor: Tensor, pieces: list[Piece]) -> list[tuple[Tensor, Tensor]]:
-        """The bytes of a dense tensor in the order of memory, whatever its layout, with the host memory for them."""
-        flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    def _pair(self, flat: Tensor, pieces: list[Piece]) -> list[tuple[Tensor, Tensor]]:
+        """Parts of a flat tensor with the host memory for each."""
         pairs = []
         start = 0
         for piece in pieces:
@@ -121,3 +120,8 @@ class Transfers:
             pairs.append((part, self.pool.bytes_of(piece)[: part.numel()]))
             start += piece.nbytes
         return pairs
+
+
+def all_bytes(storage: torch.UntypedStorage) -> Tensor:
+    """The whole of ``storage`` as a flat byte tensor."""
+    return Geometry(torch.uint8, 0, (storage.nbytes(),), (1,)).place(storage)
