@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Up to this many bytes, keeping a copy of a buffer costs less than finding out whether it is needed.
+# Up to this many bytes, keeping a copy of a running statistic costs less than finding out whether it is needed.
 _SMALL = 1 << 16
-# A larger buffer that kept its value through this many calls is from then on watched by identity and version alone.
+# Another buffer that kept its value through this many calls is from then on watched by identity and version alone.
 _LEARNING_CALLS = 2
 _CHANGES = -1
 
@@ -30,7 +30,11 @@ class _Buffer(NamedTuple):
 
 
 class BufferHabits:
-    """Which of a block's large buffers its forward changes, learned from the first calls. One object for each block."""
+    """Which of a block's tables its forward changes, learned from the first calls. One object for each block.
+
+    Small floating-point buffers and counters are taken to change always: batch norm, unfrozen late, would be missed,
+    since it leaves the versions of its statistics alone. Masks, indices and whatever is large are learned.
+    """
 
     def __init__(self) -> None:
         self._quiet_calls: dict[str, int] = {}
@@ -38,7 +42,7 @@ class BufferHabits:
     def need_copy(self, buffer: _Buffer) -> bool:
         """After a call, whether a recomputation needs the copy of this buffer."""
         calls = self._quiet_calls.get(buffer.path, 0)
-        if buffer.before is None or buffer.copy is None or buffer.copy.nbytes <= _SMALL or calls == _CHANGES:
+        if buffer.before is None or buffer.copy is None or calls == _CHANGES or _is_statistic(buffer.copy):
             return True
         after = buffer.module._buffers.get(buffer.name)
         quiet = after is buffer.before and after._version == buffer.version
@@ -46,6 +50,10 @@ class BufferHabits:
             quiet = torch.equal(buffer.before, buffer.copy)  # writes through `.data` do not show in the version
         self._quiet_calls[buffer.path] = calls + 1 if quiet else _CHANGES
         return not quiet
+
+
+def _is_statistic(buffer: torch.Tensor) -> bool:
+    return buffer.nbytes <= _SMALL and (buffer.is_floating_point() or buffer.dim() == 0)
 
 
 class StateBefore:

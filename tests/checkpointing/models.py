@@ -1,12 +1,15 @@
 """Small models for these tests, and ways to compare a run with and without checkpointing."""
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
 from lightning_gacp.checkpointing import checkpoint_blocks
@@ -130,3 +133,41 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
     assert different == []
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations made and that are alive, whoever holds them.
+
+    Unlike saved-tensor hooks it also sees what a checkpoint keeps in a closure.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {id(leaf.untyped_storage()) for leaf in pytree.tree_leaves((args, kwargs)) if _is_plain(leaf)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if _is_plain(leaf) and id(leaf.untyped_storage()) not in given:
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive:
+            return
+
+        def gone(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
