@@ -27,7 +27,7 @@ Note: [What bounds device memory]
     before compute waits for its copy. Arriving: what the largest calls need, ``prefetch`` + 1 times.
 """
 
-import logging
+import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -40,6 +40,7 @@ from torch import Tensor
 from lightning_gacp.offload.device import Device, Site, Stream
 from lightning_gacp.offload.host import default_cap
 from lightning_gacp.offload.order import Call, Order
+from lightning_gacp.offload.pool import tell_full
 from lightning_gacp.offload.records import (
     Geometry,
     HostCopy,
@@ -48,13 +49,12 @@ from lightning_gacp.offload.records import (
     Record,
     Shelf,
     changed_in_place,
+    root_of,
     storage_behind,
     weak_storage,
 )
 from lightning_gacp.offload.statistics import Counters, HostStats, Stats
 from lightning_gacp.offload.transfers import Transfers, all_bytes
-
-_log = logging.getLogger("lightning_gacp")
 
 
 class OffloadEngine:
@@ -172,6 +172,15 @@ class OffloadEngine:
                     return
                 self._bury(copy)
 
+    def __del__(self) -> None:
+        """Let nothing go before its copy is over. Nobody else can be inside the engine now, so this needs no lock."""
+        if sys.is_finalizing() or getattr(self, "_transfers", None) is None:
+            return
+        for copy in list(self._in_flight.copies):
+            self._release(copy, Site.RELEASED_DEAD)
+        for copy in list(self._arriving.copies):
+            self._drop(copy, Site.DROPPED_DEAD)
+
     def stats(self) -> Stats:
         """What was done so far."""
         with self._lock:
@@ -197,7 +206,7 @@ class OffloadEngine:
         if record is None:
             return None
         copy = record.copy
-        if copy.spoiled is not None or copy.version != tensor._version or storage_behind(copy.source_storage) is None:
+        if copy.spoiled is not None or copy.version != tensor._version or copy.root() is not root_of(tensor):
             return None
         self._count.reused_tensors += 1
         self._count.reused_bytes += copy.nbytes
@@ -205,9 +214,11 @@ class OffloadEngine:
 
     def _offload(self, call: Call, tensor: Tensor) -> Record | None:
         """Start the copy of ``tensor`` to the host. ``None``: there is no room."""
-        copy = self._moves.start_out(tensor.detach(), self._moves.device.current_stream())
+        copy = self._moves.start_out(tensor, self._moves.device.current_stream())
         if copy is None:
-            self._tell_full()
+            if not self._told_full:
+                self._told_full = True
+                tell_full(self._moves.pool)
             return None
         self._in_flight.add(copy)
         call.moved_bytes += copy.nbytes
@@ -338,19 +349,6 @@ class OffloadEngine:
     @property
     def _arriving_bound(self) -> int:
         return (self.prefetch + 1) * self._largest_need
-
-    def _tell_full(self) -> None:
-        if self._told_full:
-            return
-        self._told_full = True
-        pool = self._moves.pool
-        why = f"the allocation of pinned memory failed: {pool.failure}" if pool.failure else "its cap is reached"
-        _log.warning(
-            "Activation offload: %.2f GiB of host memory are in use and %s. From here on, what does not fit stays on "
-            "the device. Set `max_host_bytes` higher, or offload less with `fraction`.",
-            pool.total_bytes / 2**30,
-            why,
-        )
 
 
 def _size_of(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gacp.offload.device import Device
+from lightning_gacp.offload.records import root_of
 
 _LEAST_SHARE = 8
 """A tensor that is less than this part of its storage stays. The slices of a fused projection are more."""
@@ -50,13 +51,15 @@ class Filter:
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes < self._min_bytes or nbytes == 0:
             return "smaller than min_bytes"
-        base = tensor if tensor._base is None else tensor._base
+        base = root_of(tensor)
         if isinstance(base, nn.Parameter) or storage_address(tensor) in self._weights():
             return "parameter or buffer"
         if self._is_cast_of_weight(tensor, base):
             return "cast of a parameter"
         if tensor.is_conj() or tensor.is_neg():
             return "lazily conjugated"
+        if base.numel() * base.element_size() != nbytes:
+            return "part of a storage without being a view"
         if tensor.numel() * tensor.element_size() * _LEAST_SHARE < nbytes:
             return "small part of its storage"
         return None

@@ -8,6 +8,7 @@ only when more is in use than ever before.
 """
 
 import bisect
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -128,6 +129,17 @@ class SlabPool:
             self.total_bytes += size
             rounded -= size
         return True
+
+
+def tell_full(pool: SlabPool) -> None:
+    """Say that the pool gives no more, and what to do about it."""
+    why = f"the allocation of pinned memory failed: {pool.failure}" if pool.failure else "its cap is reached"
+    logging.getLogger("lightning_gacp").warning(
+        "Activation offload: %.2f GiB of host memory are in use and %s. From here on, what does not fit stays on the "
+        "device. Set `max_host_bytes` higher, or offload less with `fraction`.",
+        pool.total_bytes / 2**30,
+        why,
+    )
 
 
 def _floor_power(number: int) -> int:

@@ -9,7 +9,9 @@ Note: [The graph owns the record]
 Note: [Storages, not tensors]
     What is moved is the storage of a saved tensor, byte for byte, and how the tensor lies in it is remembered with each
     pack. So every layout comes back as it was, a transposed view and its base share one copy, the three slices of
-    a fused ``qkv`` do too, and an expanded tensor moves no more than what it is expanded from.
+    a fused ``qkv`` do too, and an expanded tensor moves no more than what it is expanded from. Sharing needs a
+    version counter that tells every change: that of the tensor they are views of. Where a tensor is part of a storage
+    without being a view (the gates of an LSTM cell, which are changed in place one by one), it stays on the device.
 
 Note: [Finalisers only append]
     The garbage collector runs a `Record`'s finaliser in any thread at any allocation, also in one that holds
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
 
 from lightning_gacp.offload.device import Event, Stream
 from lightning_gacp.offload.pool import Piece
@@ -68,6 +71,11 @@ def storage_behind(weak: StorageWeakRef | None) -> torch.UntypedStorage | None:
     return storage
 
 
+def root_of(tensor: Tensor) -> Tensor:
+    """The tensor that ``tensor`` is a view of, or itself. Two tensors that share it share their version."""
+    return tensor if tensor._base is None else tensor._base
+
+
 class HostCopy:
     """The copy of one storage in host memory, and what is in motion between it and the device.
 
@@ -84,6 +92,7 @@ class HostCopy:
         "in_flight",
         "nbytes",
         "pieces",
+        "root",
         "source",
         "source_storage",
         "source_stream",
@@ -91,12 +100,13 @@ class HostCopy:
         "version",
     )
 
-    def __init__(self, source: Tensor, pieces: list[Piece], stream: Stream, copied: Event) -> None:
-        storage = source.untyped_storage()
+    def __init__(self, tensor: Tensor, pieces: list[Piece], stream: Stream, copied: Event) -> None:
+        storage = tensor.untyped_storage()
         self.address = storage._cdata
         self.nbytes = storage.nbytes()
         self.pieces = pieces
-        self.version = source._version
+        self.version = tensor._version
+        self.root = TensorWeakRef(root_of(tensor))
         # While this exists, `address` means the same storage.
         self.source_storage = weak_storage(storage)
         self.source_stream = stream

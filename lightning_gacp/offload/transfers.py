@@ -35,12 +35,12 @@ class Transfers:
         """How many streams were made."""
         return 0 if self._streams is None else len(self._streams)
 
-    def start_out(self, source: Tensor, stream: Stream) -> HostCopy | None:
+    def start_out(self, tensor: Tensor, stream: Stream) -> HostCopy | None:
         """Start the copy of the storage of a tensor of ``stream`` to the host, or return ``None``: there is no room.
 
         The copy is complete at its event ``copied``; until then the source is held.
         """
-        storage = source.untyped_storage()
+        storage = tensor.untyped_storage()
         pieces = self.pool.take(storage.nbytes())
         if pieces is None:
             return None
@@ -51,11 +51,11 @@ class Transfers:
                 self.device.copy(host, part, out)
             copied = self._new_event()
             self.device.record(copied, out)
-            copy = HostCopy(source, pieces, stream, copied)
+            copy = HostCopy(tensor, pieces, stream, copied)
         except BaseException:
             self.pool.give(pieces)
             raise
-        copy.source = self.device.hold(source, Site.SOURCE_HELD)
+        copy.source = self.device.hold(tensor.detach(), Site.SOURCE_HELD)
         return copy
 
     def start_in(self, copy: HostCopy, stream: Stream) -> Tensor:

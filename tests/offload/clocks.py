@@ -63,7 +63,8 @@ class Clocks:
         remaining.append(new)
         self._accesses[memory] = remaining
 
-    def death(self, stream: int, memory: Hashable, nbytes: int, what: str) -> None:
+    def death(self, stream: int | None, memory: Hashable, nbytes: int, what: str) -> None:
         """``memory`` is given back to ``stream``, which may overwrite it from now on."""
-        self.access(stream, memory, 0, nbytes, True, f"reuse of {what}")
-        self._accesses.pop(memory)
+        if stream is not None:
+            self.access(stream, memory, 0, nbytes, True, f"reuse of {what}")
+        self._accesses.pop(memory, None)

@@ -100,10 +100,10 @@ class Bytes(NamedTuple):
 
 
 class Area(NamedTuple):
-    """Device memory that is alive, as far as is known."""
+    """Device memory that is alive, as far as is known. Weights and inputs, made before, belong to no stream."""
 
     storage: StorageWeakRef
-    owner: SimulatedStream
+    owner: SimulatedStream | None
     nbytes: int
     what: str
 
@@ -223,7 +223,7 @@ class SimulatedDevice(TorchDispatchMode):
         for memory, write in ((of, False), (to, True)):
             area = memory.storage.cdata
             if area not in self._host and area not in self._areas:
-                self._register(memory.storage, area, "memory from before")
+                self._register(memory.storage, area, None, "memory from before")
             what = f"the copy {way} {'writing' if write else 'reading'}"
             self.clocks.access(stream.number, area, memory.start, memory.start + memory.nbytes, write, what)
         stream.queue.append(lambda: self._run_copy(to, of))
@@ -238,7 +238,9 @@ class SimulatedDevice(TorchDispatchMode):
                 raise torch.OutOfMemoryError("simulated device is out of memory")
         with self._silent():
             tensor = torch.full((nbytes,), POISON, dtype=torch.uint8)
-        self._register(StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage()._cdata, "a destination", True)
+        storage, stream = tensor.untyped_storage(), self.current_stream()
+        self._register(StorageWeakRef(storage), storage._cdata, stream, "a destination")
+        self.clocks.access(stream.number, storage._cdata, 0, nbytes, True, "allocation of a destination")
         return tensor
 
     def allocate_host(self, nbytes: int) -> Tensor:
@@ -263,14 +265,15 @@ class SimulatedDevice(TorchDispatchMode):
         if schema is None:
             return result
         known = set()
+        stream = self.current_stream()
         for place, write in schema:
             value = kwargs.get(place) if isinstance(place, str) else (args[place] if place < len(args) else None)
             for tensor in _tensors(value):
                 known.add(tensor.untyped_storage()._cdata)
-                self._touch(tensor, write, str(func))
+                self._touch(tensor, stream, None, write, str(func))
         for tensor in _tensors(result):
             if tensor.untyped_storage()._cdata not in known:
-                self._touch(tensor, True, str(func))
+                self._touch(tensor, stream, stream, True, str(func))
         return result
 
     def _schema(self, func: Any) -> list[tuple[int | str, bool]] | None:
@@ -290,27 +293,28 @@ class SimulatedDevice(TorchDispatchMode):
                 ]
         return self._schemas[func]
 
-    def _touch(self, tensor: Tensor, write: bool, what: str) -> None:
+    def _touch(
+        self, tensor: Tensor, stream: SimulatedStream, owner: SimulatedStream | None, write: bool, what: str
+    ) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata in self._host or not self.owns(tensor):
             return
         if storage._cdata not in self._areas:
-            self._register(StorageWeakRef(storage), storage._cdata, what)
-        self.clocks.access(self.current_stream().number, storage._cdata, 0, storage.nbytes(), write, what)
+            self._register(StorageWeakRef(storage), storage._cdata, owner, what)
+        self.clocks.access(stream.number, storage._cdata, 0, storage.nbytes(), write, what)
 
     # Memory
 
-    def _register(self, storage: StorageWeakRef, address: int, what: str, allocated: bool = False) -> None:
+    def _register(self, storage: StorageWeakRef, address: int, owner: SimulatedStream | None, what: str) -> None:
         nbytes = torch.UntypedStorage._new_with_weak_ptr(address).nbytes()
-        self._areas[address] = Area(storage, self.current_stream(), nbytes, what)
-        if allocated:
-            self.clocks.access(self.current_stream().number, address, 0, nbytes, True, f"allocation of {what}")
+        self._areas[address] = Area(storage, owner, nbytes, what)
 
     def _notice_deaths(self) -> None:
-        """Called before anything that changes what a stream knows, so the owner's clock is that of the moment of death."""
+        """Called before anything that changes what a stream knows: the owner's clock is that of the death."""
         for address, area in list(self._areas.items()):
             if area.storage.expired():
-                self.clocks.death(area.owner.number, address, area.nbytes, f"the memory of {area.what}")
+                owner = None if area.owner is None else area.owner.number
+                self.clocks.death(owner, address, area.nbytes, f"the memory of {area.what}")
                 del self._areas[address]
 
     @contextlib.contextmanager
