@@ -6,6 +6,7 @@ names the setting to write.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_gacp.accumulation.counters import (
 
 _LABEL_KEYS = ("labels", "label", "targets", "target", "y")
 # Names of the loss functions of Hugging Face heads. The first shifts the labels itself, except in encoder-decoder
-# models.
+# models; it is also what `loss_function` answers for every class that has no loss of its own (`BertModel`).
 _SHIFTING_LOSS = "ForCausalLMLoss"
 _TOKEN_LOSSES = ("ForMaskedLMLoss", "ForTokenClassification")
 
@@ -58,12 +59,15 @@ def choose_counter(module: nn.Module, batch: Any) -> Counter:
     own = getattr(module, "count_items", None)
     if callable(own):
         return _Own(own)
-    if isinstance(batch, Mapping) and isinstance(batch.get("shift_labels"), Tensor):
+    if isinstance(_look_up(batch, "shift_labels"), Tensor):
         return Targets("shift_labels")
-    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
-        counter = _hugging_face_counter(module)
-        if counter is not None:
+    counter = _hugging_face_counter(module)
+    if counter is not None:
+        labels = _look_up(batch, "labels")
+        if isinstance(labels, Tensor) and labels.ndim > 1:
             return counter
+        if _find_targets(batch)[1] is None:  # the step makes the labels: which of them count is not to be seen here
+            return EqualWeights(_advice("no labels", batch))
     return _by_targets(batch)
 
 
@@ -83,11 +87,20 @@ def _hugging_face_counter(module: nn.Module) -> Counter | None:
     if len(heads) != 1:  # none, or a teacher beside a student: whose loss is it?
         return None
     head = heads[0]
+    if getattr(head, "loss_type", None) is None and not _is_language_model(head):
+        return None
     loss = getattr(getattr(head, "loss_function", None), "__name__", "")
     if loss == _SHIFTING_LOSS:
         encoder_decoder = bool(getattr(getattr(head, "config", None), "is_encoder_decoder", False))
         return Targets() if encoder_decoder else CausalLMTargets()
     return Targets() if loss in _TOKEN_LOSSES else None
+
+
+def _is_language_model(head: nn.Module) -> bool:
+    """Whether a class that names no loss has the default one: ``GPT2LMHeadModel`` has, ``XLNetLMHeadModel`` not."""
+    forward = inspect.unwrap(type(head).forward)
+    calls = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return type(head).__name__.endswith("LMHeadModel") and "loss_function" in calls
 
 
 def _outermost_pretrained(module: nn.Module) -> Iterator[nn.Module]:
@@ -101,36 +114,62 @@ def _outermost_pretrained(module: nn.Module) -> Iterator[nn.Module]:
 
 def _by_targets(batch: Any) -> Counter:
     key, targets = _find_targets(batch)
-    if isinstance(targets, Tensor) and not targets.is_floating_point() and not targets.is_complex():
-        if targets.ndim and targets.numel() == targets.shape[0]:
-            return Samples() if key is None else Targets(key)
-        shown: tuple[Any, ...] = tuple(targets.shape)
-    elif _is_list(targets):
-        shown = (len(targets), "ragged")
-    elif first_tensor(batch) is not None:
-        return Samples()
-    else:
-        shown = ()
-    return EqualWeights(
-        f"`num_items='auto'` found targets of shape {shown} in {describe(batch)} and cannot know whether the loss"
-        " is a mean over"
-        " them, so every micro-batch weighs the same. If it is a mean over targets, write"
-        " `num_items='labels'` (or `lightning_gacp.Targets(key=..., ignore_index=...)`); if it is a mean over samples,"
+    leaves = list(_leaves(targets))
+    doubtful = [leaf for leaf in leaves if not isinstance(leaf, Tensor) or _several_a_sample(leaf)]
+    if doubtful:
+        first = doubtful[0]
+        shown = f"targets of shape {tuple(first.shape)}" if isinstance(first, Tensor) else "a list of targets"
+        return EqualWeights(_advice(shown, batch))
+    if isinstance(targets, Tensor) and key is not None and targets.ndim and not targets.is_floating_point():
+        return Targets(key)  # one a sample; those that the loss ignores do not count
+    return Samples() if first_tensor(batch) is not None else EqualWeights(_advice("no tensor", batch))
+
+
+def _several_a_sample(targets: Tensor) -> bool:
+    if targets.is_floating_point() or targets.is_complex() or targets.ndim == 0:
+        return False
+    return targets.numel() != targets.shape[0]
+
+
+def _advice(found: str, batch: Any) -> str:
+    return (
+        f"`num_items='auto'` found {found} in {describe(batch)} and cannot know what the loss is a mean over, so"
+        " every micro-batch weighs the same. If it is a mean over targets, write `num_items='labels'` (or"
+        " `'causal_lm'`, or `lightning_gacp.Targets(key=..., ignore_index=...)`); if it is a mean over samples,"
         " `num_items='samples'`; if equal weights are right, `num_items=None`."
     )
 
 
-def _find_targets(batch: Any) -> tuple[str | int | None, Any]:
+def _look_up(batch: Any, key: str) -> Any:
+    """A field of a mapping or of an object with attributes."""
     if isinstance(batch, Mapping):
-        key = next((key for key in _LABEL_KEYS if key in batch), None)
-        return key, None if key is None else batch[key]
-    if isinstance(batch, (list, tuple)) and len(batch) > 1:
-        return 1, batch[1]
-    if isinstance(batch, (list, tuple)) and len(batch) == 1:
-        batch = batch[0]
-    # A bare tensor of integers with more than one dimension is most likely tokens, which are their own targets.
-    return None, batch if isinstance(batch, Tensor) and batch.ndim > 1 and not batch.is_floating_point() else None
+        return batch.get(key)
+    return None if isinstance(batch, (Tensor, list, tuple)) else getattr(batch, key, None)
 
 
-def _is_list(targets: Any) -> bool:
-    return isinstance(targets, (list, tuple)) and len(targets) > 0 and not isinstance(targets[0], str)
+def _find_targets(batch: Any) -> tuple[str | int | None, Any]:
+    """Where the targets are most likely to be, and what stands there; ``None`` for a place that no key names."""
+    if isinstance(batch, (list, tuple)):
+        fields = getattr(batch, "_fields", ())
+        index = next((fields.index(key) for key in _LABEL_KEYS if key in fields), 1)
+        if len(batch) > 1:
+            return index, batch[index]
+        batch = batch[0] if batch else None
+    if isinstance(batch, Tensor):
+        # A bare tensor of integers with more than one dimension is most likely tokens, which are their own targets.
+        return None, batch if batch.ndim > 1 and not batch.is_floating_point() else None
+    key = next((key for key in _LABEL_KEYS if _look_up(batch, key) is not None), None)
+    return key, None if key is None else _look_up(batch, key)
+
+
+def _leaves(targets: Any) -> Iterator[Any]:
+    """The tensors in targets, and every list in them as it is: its length says nothing about the loss."""
+    if isinstance(targets, Mapping):
+        for value in targets.values():
+            yield from _leaves(value)
+    elif isinstance(targets, Tensor) or (isinstance(targets, (list, tuple)) and _holds_targets(targets)):
+        yield targets
+
+
+def _holds_targets(values: Any) -> bool:
+    return any(not isinstance(value, (str, float)) for value in values)

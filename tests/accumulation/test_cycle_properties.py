@@ -6,6 +6,7 @@ without items has NaN for a gradient, as a mean over nothing has.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -168,7 +169,7 @@ def test_a_plain_pytorch_loop(dtype, tolerance, reduction):
 
     cycle = AccumulationCycle(reduction)
     edges = [0, 1, 5, 9, 18, 24]
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         some = targets[start:end]
         step = cycle.add(num_items=int((some != -100).sum()), last=end == 24)
         if step.factor != 1.0:
