@@ -24,7 +24,7 @@ $(READY): setup.cfg setup.py constraints.txt
 
 train: $(READY)  ## train the example language model: accumulation, checkpointing, held-out perplexity
 	$(BIN)/python examples/train_lm.py fit -c examples/configs/base.yaml \
-		-c examples/configs/accumulate.yaml -c examples/configs/checkpoint.yaml
+		-c examples/configs/accumulate.yaml -c examples/configs/checkpoint.yaml -c examples/configs/monitor.yaml
 
 test: $(READY)  ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests

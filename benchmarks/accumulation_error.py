@@ -136,7 +136,7 @@ def main() -> None:
     """Print the table."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    sizes = {"width": 96, "depth": 8, "heads": 4, "context": 256}
+    sizes = {"width": 64, "depth": 8, "heads": 4, "context": 256}
     print("relative error of the gradient, float32: largest of the full cycles / the short cycle at the end")
     print(f"{'paragraphs':<12}{'micro-batches':<15}{'ours, automatic':<20}{'ours, manual':<20}{'Lightning':<20}")
     for paragraphs_each in (4, 1):

@@ -103,11 +103,11 @@ class LanguageModel(L.LightningModule):
 
     def __init__(
         self,
-        width: int = 96,
+        width: int = 64,
         depth: int = 8,
         heads: int = 4,
         context: int = 256,
-        learning_rate: float = 3e-3,
+        learning_rate: float = 5e-3,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()

@@ -39,9 +39,9 @@ class Remedy(NamedTuple):
 class OOMAdvice(Callback):
     """Adds advice to an out-of-memory error: the phase, the peak, and the next three settings to change.
 
-    Each is given as YAML for LightningCLI with the bytes it is predicted to save, cheapest first. What the blocks save is
-    counted on the first micro-batch of a fit, from shapes: this costs no memory. The error itself is raised on, with the
-    advice as a note (Python 3.11 and later; printed to stderr on 3.10).
+    Each is given as YAML for LightningCLI with the bytes it is predicted to save, cheapest first. What the blocks save
+    is counted on the first micro-batch of a fit, from shapes: this costs no memory. The error itself is raised on, with
+    the advice as a note (Python 3.11 and later; printed to stderr on 3.10).
     """
 
     def __init__(self) -> None:
@@ -123,7 +123,9 @@ class OOMAdvice(Callback):
             yield from self._for_the_step(parameters)
             return
         if self._phase == "validation":
-            yield Remedy("use smaller batches in `val_dataloader`", "data: {val_batch_size: 1}  # your own argument", None)
+            yield Remedy(
+                "use smaller batches in `val_dataloader`", "data: {val_batch_size: 1}  # your own argument", None
+            )
         settings = getattr(trainer.strategy, "settings", None)
         if settings is not None and not settings.free_gradients:
             freed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
@@ -136,7 +138,9 @@ class OOMAdvice(Callback):
             yield self._smaller_micro_batches(trainer)
         yield from self._recompute_and_offload()
         if str(trainer.precision) in ("32-true", "32"):
-            yield Remedy("train in bfloat16 (other rounding)", "trainer: {precision: bf16-mixed}", _half(self._kept_bytes()))
+            yield Remedy(
+                "train in bfloat16 (other rounding)", "trainer: {precision: bf16-mixed}", _half(self._kept_bytes())
+            )
         yield from self._for_the_step(parameters)
 
     def _smaller_micro_batches(self, trainer: Trainer) -> Remedy:
