@@ -1,5 +1,6 @@
 """Apply recomputation to the blocks of a model, and undo it."""
 
+import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -60,6 +61,8 @@ def checkpoint_blocks(
     chosen = every_nth(found, every_n_layers)
     layers = [Recomputation(block.name, policy, preserve_rng_state, determinism_check) for block in chosen]
     _refuse_checkpointed(module, found)
+    if not preserve_rng_state:
+        _warn_of_dropout(chosen)
 
     done: list[nn.Module] = []
     offloaded: Applied | None = None
@@ -86,6 +89,19 @@ def checkpoint_blocks(
     applied = Applied((block.name for block in chosen), undo)
     applied.engine = getattr(offloaded, "engine", None)
     return applied
+
+
+def _warn_of_dropout(chosen: Sequence[Block]) -> None:
+    """Say that gradients will be wrong, where that can be seen."""
+    for block in chosen:
+        for path, part in block.module.named_modules():
+            if isinstance(part, nn.modules.dropout._DropoutNd) and part.p > 0:
+                warnings.warn(
+                    f"`preserve_rng_state=False`, but `{block.name}.{path}` draws random numbers: the recomputation "
+                    "will draw others and gradients will be wrong. Leave out `preserve_rng_state` or set `p=0`.",
+                    stacklevel=3,
+                )
+                return
 
 
 def _wrap_named(block: Block, layer: Recomputation) -> None:

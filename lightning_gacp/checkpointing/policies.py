@@ -61,7 +61,18 @@ def contexts_for(policy: Policy) -> Contexts | None:
         raise ValueError(f"`policy={policy!r}` must be `full`, `save_matmuls` or a function.")
     if not callable(policy):
         raise TypeError(f"`policy={policy!r}` must be `full`, `save_matmuls` or a function.")
-    return partial(create_selective_checkpoint_contexts, policy)
+    return partial(create_selective_checkpoint_contexts, partial(_ask, policy))
+
+
+def _ask(policy: PolicyFunction, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
+    """Ask the user's function, and refuse answers that torch would take for others."""
+    answer = policy(*args, **kwargs)
+    if answer in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
+        raise ValueError(
+            f"The `policy` function returned `{answer}`, which torch treats as a recomputation unless it compiles. "
+            "Return `CheckpointPolicy.MUST_SAVE` or `CheckpointPolicy.PREFER_RECOMPUTE`, or use `offload=True`.",
+        )
+    return answer
 
 
 def _keep_matmuls(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

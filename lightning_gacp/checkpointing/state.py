@@ -45,11 +45,15 @@ class BufferHabits:
         if buffer.before is None or buffer.copy is None or calls == _CHANGES or _is_statistic(buffer.copy):
             return True
         after = buffer.module._buffers.get(buffer.name)
-        quiet = after is buffer.before and after._version == buffer.version
+        quiet = after is buffer.before and _version(after) == buffer.version
         if quiet and calls < _LEARNING_CALLS:
             quiet = torch.equal(buffer.before, buffer.copy)  # writes through `.data` do not show in the version
         self._quiet_calls[buffer.path] = calls + 1 if quiet else _CHANGES
         return not quiet
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # tensors made in inference mode count no versions
 
 
 def _is_statistic(buffer: torch.Tensor) -> bool:
@@ -75,9 +79,9 @@ class StateBefore:
             if not getattr(module, "_is_fsdp_managed_module", False):
                 for name, weight in module._parameters.items():
                     if weight is not None:
-                        self._weights.append((path, module, name, weight, weight._version))
+                        self._weights.append((path, module, name, weight, _version(weight)))
             for name, buffer in module._buffers.items():
-                version = 0 if buffer is None else buffer._version
+                version = 0 if buffer is None else _version(buffer)
                 copy = None if buffer is None else buffer.detach().clone()
                 self._buffers.append(_Buffer(f"{path}.{name}", module, name, buffer, version, copy))
 
@@ -93,10 +97,10 @@ class StateBefore:
         """
         for path, module, name, weight, version in self._weights:
             now = module._parameters.get(name)
-            if now is not weight or weight._version != version:
+            if now is not weight or _version(weight) != version:
                 full_name = ".".join(part for part in (block_name, path, name) if part)
                 same = now is weight
-                found = f"is at version {weight._version}; expected version {version}" if same else "was replaced"
+                found = f"is at version {_version(weight)}; expected version {version}" if same else "was replaced"
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"the weight `{full_name}` {found}. Its block is checkpointed, so the backward pass recomputes the "
