@@ -22,8 +22,9 @@ $(READY): setup.cfg setup.py constraints.txt
 	$(BIN)/python -m pip install -qq --use-pep517 -c constraints.txt -e '.[cli,plots,examples,test]'
 	@touch $@
 
+# One thread, because the example's products are too small to be worth a second.
 train: $(READY)  ## train the example language model: accumulation, checkpointing, held-out perplexity
-	$(BIN)/python examples/train_lm.py fit -c examples/configs/base.yaml \
+	OMP_NUM_THREADS=1 $(BIN)/python examples/train_lm.py fit -c examples/configs/base.yaml \
 		-c examples/configs/accumulate.yaml -c examples/configs/checkpoint.yaml -c examples/configs/monitor.yaml
 
 test: $(READY)  ## run all tests

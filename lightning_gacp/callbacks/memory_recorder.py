@@ -85,6 +85,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, tensor: Tensor) -> None:
         """Count a storage until it is freed."""
+        tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's share on this rank
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return
         try:

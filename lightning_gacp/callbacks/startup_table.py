@@ -43,13 +43,15 @@ def startup_lines(memory: MicroBatchMemory | None, cycle_length: int, counting: 
             line += f" instead of {size_text(memory.saved_without)} ({share:.0%})"
         lines.append(line)
     else:
-        lines.append("first micro-batch: saved bytes unknown (a block takes more than tensors and plain values)")
+        lines.append(
+            "first micro-batch: saved bytes unknown (sharded parameters, or blocks that take opaque arguments)"
+        )
     if memory.recomputed_flops and memory.block_flops:
         # A backward costs twice its forward, so the whole step of the blocks is three times their forward.
         share = memory.recomputed_flops / (3 * memory.block_flops)
         lines.append(
-            f"recomputed: {flops_text(memory.recomputed_flops)} a micro-batch, {share:.0%} more than the blocks' forward "
-            "and backward"
+            f"recomputed: {flops_text(memory.recomputed_flops)} a micro-batch, {share:.0%} more than the blocks' "
+            "forward and backward"
         )
     if memory.offloaded:
         lines.append(f"moved to the host: {size_text(memory.offloaded)} a micro-batch")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gacp.blocks import Block, find_blocks
 from lightning_gacp.callbacks.block_costs import BlockCost, BlockCosts
@@ -100,12 +100,17 @@ class MicroBatchMeter:
         self._module = module
         self._costs = BlockCosts([treatment.block for treatment in self.treatments])
         self._offloaded_before = offloaded_bytes(module)
-        self._saved = SavedBytes([*module.parameters(), *module.buffers()])
-        self._saved.__enter__()
+        there_anyway = [*module.parameters(), *module.buffers()]
+        # Where parameters are sharded, the forward runs on others, which cannot be told from activations.
+        self._saved: SavedBytes | None = None
+        if all(type(tensor) in (Tensor, nn.Parameter) for tensor in there_anyway):
+            self._saved = SavedBytes(there_anyway)
+            self._saved.__enter__()
 
     def close(self) -> None:
         """Stop measuring, and take all hooks off."""
-        self._saved.__exit__(None, None, None)
+        if self._saved is not None:
+            self._saved.__exit__(None, None, None)
         self._costs.close()
 
     def result(self) -> MicroBatchMemory:
@@ -117,7 +122,9 @@ class MicroBatchMeter:
         everything = self._sum(lambda t: True)
         saved: int | None = None
         without: int | None = None
-        if offloaded is not None and recomputed is not None and recomputed_offloaded is not None:
+        if None not in (self._saved, offloaded, recomputed, recomputed_offloaded):
+            assert self._saved is not None and offloaded is not None  # for the type checker
+            assert recomputed is not None and recomputed_offloaded is not None
             # The hooks of an offloaded block hide what it saves from ours: inputs, and the rest unless recomputed.
             hidden = offloaded.input_bytes + offloaded.saved_bytes - recomputed_offloaded.saved_bytes
             saved = self._saved.total + hidden - moved
