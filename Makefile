@@ -49,6 +49,7 @@ check: lint types test  ## everything that CI checks
 benchmarks: $(READY)  ## print the figures that the README quotes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/accumulation_error.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/saved_bytes.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/oom_note.py
 
 clean:  ## remove the environment and what tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,8 +2,8 @@
 
     python examples/huggingface.py
 
-Its blocks are found by themselves, encoder and decoder each counted from their first, and its loss is known to be a mean
-over the labels that are not -100: ``num_items`` needs no setting.
+Its blocks are found by themselves, encoder and decoder each counted from their first, and its loss is known to be a
+mean over the labels that are not -100: ``num_items`` needs no setting.
 """
 
 from __future__ import annotations

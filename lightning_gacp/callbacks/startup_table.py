@@ -43,9 +43,7 @@ def startup_lines(memory: MicroBatchMemory | None, cycle_length: int, counting: 
             line += f" instead of {size_text(memory.saved_without)} ({share:.0%})"
         lines.append(line)
     else:
-        lines.append(
-            "first micro-batch: saved bytes unknown (sharded parameters, or blocks that take opaque arguments)"
-        )
+        lines.append("first micro-batch: saved bytes unknown (sharded parameters, or blocks with opaque arguments)")
     if memory.recomputed_flops and memory.block_flops:
         # A backward costs twice its forward, so the whole step of the blocks is three times their forward.
         share = memory.recomputed_flops / (3 * memory.block_flops)

@@ -5,14 +5,13 @@ Blocks of a page run in order, each language in its own way:
 * ``python``: in one namespace a page, which starts with ``module`` and ``datamodule`` of a tiny language model;
 * ``yaml``: given to the example's command line after ``base.yaml``, cut to a few micro-batches;
 * ``bash``: each line must be a target of the Makefile, or a known command, which is then run in the same cut form.
-
-A block that begins with ``# not run:`` is left out; the line says why.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,7 @@ pytestmark = [
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    found = [body for name, body in FENCE.findall(page.read_text()) if name == language]
-    return [body for body in found if not body.startswith("# not run:")]
+    return [body for name, body in FENCE.findall(page.read_text()) if name == language]
 
 
 def cases(language: str) -> list[Any]:
@@ -101,6 +99,24 @@ def test_links() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
                 linked.add((page.parent / target).resolve())
     assert set(PAGES[1:]) <= linked
+
+
+def test_quoted_bytes_are_what_the_script_prints(benchmark_script: Load, capsys: pytest.CaptureFixture[str]) -> None:
+    """The table of saved bytes in the README is the output of the command that it names."""
+    benchmark_script("saved_bytes").main()
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.strip().splitlines())
+    assert printed in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
+def test_quoted_advice_is_what_the_script_prints(benchmark_script: Load) -> None:
+    """The advice on the page about memory is the output of its command; sizes depend on the Python's topics."""
+
+    def without_sizes(text: str) -> str:
+        return re.sub(r"\d+\.\d+ [MK]iB", "a size", text)
+
+    note = without_sizes(benchmark_script("oom_note").main())
+    assert note in without_sizes((ROOT / "docs" / "out-of-memory.md").read_text())
 
 
 def test_there_is_something_to_run() -> None:
