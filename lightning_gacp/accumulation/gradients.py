@@ -79,6 +79,10 @@ class SetAside:
         """What is kept here."""
         return list(self._gradients.values())
 
+    def parameters(self) -> list[Tensor]:
+        """Whose gradients are kept here."""
+        return list(self._gradients)
+
     def get(self, parameter: Tensor) -> Tensor | None:
         """What is kept for one parameter."""
         return self._gradients.get(parameter)

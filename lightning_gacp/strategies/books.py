@@ -20,6 +20,7 @@ from lightning_gacp.accumulation.gradients import scale_
 from lightning_gacp.accumulation.running_loss import RunningLoss
 from lightning_gacp.strategies.counting import ItemCount
 from lightning_gacp.strategies.gates import OptimizerGate
+from lightning_gacp.strategies.settings import Settings
 
 if TYPE_CHECKING:
     _Base = Strategy
@@ -56,6 +57,8 @@ class Current:
 
 class CycleBooks(_Base):
     """Keeps the cycle, the micro-batch that runs, and a gate for every optimizer."""
+
+    settings: Settings
 
     def _open_books(self) -> None:
         self._gates: list[OptimizerGate] = []
@@ -127,6 +130,20 @@ class CycleBooks(_Base):
         self._step_skipped = False
         self._current = Current(ready, length, not loop._should_accumulate(), self._counted)
 
+    @property
+    def _guesses(self) -> bool:
+        """Whether nobody has said what to count."""
+        return self.settings.counter == "auto"
+
+    def _note_fetched(self, batch: Any) -> None:
+        """Counts a batch that the module fetched itself; a step over several of them has their items."""
+        current = self._current
+        assert current is not None and self._count is not None
+        items = self._count.attempt(batch)
+        if isinstance(current.items, float) and isinstance(items, float):
+            items += current.items
+        current.items = items
+
     def _settle(self, num_items: float | None = None, has_loss: bool = True) -> MicroBatch:
         """Enters the micro-batch into the cycle at its first loss, and scales the gradients gathered before it."""
         current = self._current
@@ -136,6 +153,8 @@ class CycleBooks(_Base):
             items = current.items if num_items is None else float(num_items)
             if not has_loss:
                 items = 0.0
+            if not isinstance(items, float) and current.length == 1 and self._ranks == 1 and self._guesses:
+                items = 1.0  # nothing is weighted, so nothing needs to be known
             if isinstance(items, Exception):
                 raise items
             if items is None:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
@@ -53,7 +54,16 @@ class GACPDDPStrategy(AccumulationMixin, DDPStrategy):
         return self._host_sum(values)
 
     def _synced(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last else self.block_backward_sync()
+        if not last:
+            return self.block_backward_sync()
+        if isinstance(self.model, DistributedDataParallel) and self.model.find_unused_parameters:
+            # The reducer remembers which parameters the earlier micro-batches used, and reduces them though this
+            # loss may not reach them: what was set aside leaves zeros in its place.
+            for gate in self._gates:
+                for parameter in gate.aside.parameters():
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+        return nullcontext()
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -179,6 +179,12 @@ class OptimizerGate:
 
     def irregular_message(self) -> str:
         """Says what the module did."""
+        if self.steps > self.backwards:
+            return (
+                f"`{type(self.optimizer).__name__}.step()` was called without a `self.manual_backward(loss)` before it,"
+                " in a cycle of several micro-batches: a gradient of `loss.backward()` has not been weighted for it."
+                " Write `self.manual_backward(loss)`, or set `accumulate_grad_batches=1`."
+            )
         return (
             f"`{type(self.optimizer).__name__}.step()` was called on {self.steps} of {self.backwards}"
             " micro-batches of a cycle."

@@ -31,6 +31,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_gacp.accumulation.cycle import AccumulationCycle, LossReduction
 from lightning_gacp.strategies.books import CycleBooks
 from lightning_gacp.strategies.counting import ItemCount
+from lightning_gacp.strategies.fetching import CountingIterator, fetches_itself
 from lightning_gacp.strategies.gates import GACPOptimizer, OptimizerGate
 from lightning_gacp.strategies.grad_dtype import accumulate_in, accumulate_in_own, cast_to_own
 from lightning_gacp.strategies.lookahead import LookAhead
@@ -195,6 +196,12 @@ class AccumulationMixin(CycleBooks, _Base):
         trainer = self._trainer
         if not (trainer.training and _names_argument(trainer.lightning_module.training_step, _TOTAL)):
             return dataloader
+        if _names_argument(trainer.lightning_module.training_step, "dataloader_iter"):
+            raise MisconfigurationException(
+                f"`training_step` asks for `dataloader_iter` and for `{_TOTAL}`: the items of a cycle are known ahead"
+                " only where Lightning fetches the batches. Take `batch, batch_idx` instead, or hand the count over"
+                " with the loss."
+            )
         if self._look_ahead is not None and not self._look_ahead.started:
             raise MisconfigurationException(
                 f"`training_step` asks for `{_TOTAL}`, and there are several train loaders: whose items? Combine"
@@ -300,6 +307,9 @@ class AccumulationMixin(CycleBooks, _Base):
                 across = self.settings.average_across_ranks
                 self._total_of_cycle = float(self._sum_over_ranks([items])[0]) if across else items
             kwargs[_TOTAL] = self._total_of_cycle
+        if fetches_itself(args):
+            current.items = None
+            args = (CountingIterator(args[0], self._note_fetched), *args[1:])
         output = super().training_step(*args, **kwargs)
         if self._manual:
             self._settle(has_loss=False)

@@ -14,7 +14,7 @@ IGNORE = -100
 
 
 def ragged_batches(lengths: list[int], rows: int = 2, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Micro-batches of ``rows`` samples; the i-th has ``lengths[i]`` targets in all (0 is possible), the rest is padding."""
+    """Micro-batches of ``rows`` samples; the i-th has ``lengths[i]`` targets (0 is possible), the rest is padding."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for length in lengths:
@@ -28,7 +28,9 @@ def ragged_batches(lengths: list[int], rows: int = 2, seed: int = 0) -> list[dic
 
 def make_net(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, VOCABULARY)).to(dtype)
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, VOCABULARY)
+    ).to(dtype)
 
 
 def loss_of(net: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
@@ -95,7 +97,9 @@ class Manual(Automatic):
         return loss
 
 
-def reference_run(batches: list[dict[str, Tensor]], cycle: int, epochs: int = 1, lr: float = 0.1, dtype: torch.dtype = torch.float32):
+def reference_run(
+    batches: list[dict[str, Tensor]], cycle: int, epochs: int = 1, lr: float = 0.1, dtype: torch.dtype = torch.float32
+):
     """Plain SGD over big batches; the gradients of every step and the final net."""
     net = make_net(dtype)
     gradients = []
@@ -113,7 +117,7 @@ def reference_run(batches: list[dict[str, Tensor]], cycle: int, epochs: int = 1,
 
 
 def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
-    a, b = (torch.cat([t.double().flatten() for t in tensors]) for tensors in (found, expected))
+    a, b = (torch.cat([t.detach().double().flatten() for t in tensors]) for tensors in (found, expected))
     return float((a - b).norm() / b.norm())
 
 

@@ -1,4 +1,4 @@
-"""Runs a function on several CPU ranks, each a forked process with a gloo group of its own, and collects what it returns."""
+"""Runs a function on several CPU ranks, each a forked process of one gloo group, and collects what it returns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import queue as queues
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,7 @@ def _child(results: Any, function: Callable[..., Any], args: Any, rank: int, ran
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
     )
+    warnings.filterwarnings("ignore", module=r"torch\.")  # what torch says of its own parts is not the test's matter
     try:
         result, error = function(rank, *args), None
     except BaseException:

@@ -1,0 +1,142 @@
+"""DDP on two CPU ranks: the step is that of one big batch over both, with one all-reduce a cycle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from lightning_gacp import GACPDDPStrategy
+from tests.strategies.models import (
+    Automatic,
+    Manual,
+    loader,
+    masked_mean,
+    quiet_trainer,
+    ragged_batches,
+    reference_run,
+    relative_error,
+)
+from tests.strategies.on_ranks import on_ranks
+from tests.strategies.test_gan import GAN, make_data, reference
+
+# Other counts on each rank; rank 1 has no target at all in the second cycle of 3 (and rank 0 begins without one).
+LENGTHS = ([0, 2, 7, 1, 5, 9, 3, 8, 4, 6], [1, 8, 3, 0, 0, 0, 2, 7, 7, 0])
+BATCHES = [ragged_batches(lengths, seed=seed) for seed, lengths in enumerate(LENGTHS)]
+BOTH = [batch for pair in zip(*BATCHES, strict=True) for batch in pair]
+MODULES = [
+    pytest.param(Automatic, {}, id="automatic"),
+    pytest.param(Manual, {}, id="manual"),
+    pytest.param(Manual, {"trailing": True}, id="manual-zero_grad-last"),
+]
+
+
+class _Counted(GACPDDPStrategy):
+    """Counts the all-reduces of gradient buckets (this model has one)."""
+
+    reductions = 0
+
+    def _register_ddp_hooks(self) -> None:
+        def hook(state: Any, bucket: Any) -> Any:
+            self.reductions += 1
+            return allreduce_hook(state, bucket)
+
+        # torch compares the annotations themselves, and here they would be strings
+        hook.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+        self.model.register_comm_hook(None, hook)  # type: ignore[union-attr,operator]
+
+
+def train(rank: int, cls: Any, kwargs: Any, cycle: int, **options: Any) -> Any:
+    module = cls(loss=masked_mean, dtype=torch.float64, **kwargs)
+    strategy = _Counted(**{"accumulate_grad_batches": cycle, "num_items": "labels", **options})
+    trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False, detect_anomaly=False)
+    trainer.fit(module, loader(BATCHES[rank]))
+    assert strategy.cycle_result is not None
+    return (
+        [[g.numpy() for g in step] for step in module.seen],
+        [p.detach().numpy() for p in module.parameters()],
+        strategy.reductions,
+        trainer.global_step,
+        strategy.cycle_result.total_items,
+    )
+
+
+def check(results: Any, cycle: int, extra_reductions: int = 0) -> None:
+    gradients, net = reference_run(BOTH, 2 * cycle, dtype=torch.float64)
+    for seen, weights, reductions, steps, total_items in results:
+        assert len(seen) == len(gradients)
+        for found, expected in zip(seen, gradients, strict=True):
+            assert relative_error([torch.from_numpy(g) for g in found], expected) < 1e-12
+        assert relative_error([torch.from_numpy(w) for w in weights], list(net.parameters())) < 1e-12
+        assert reductions == len(gradients) + extra_reductions
+        assert steps == len(gradients)
+        assert total_items == 6
+
+
+@pytest.mark.parametrize("cycle", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize(("cls", "kwargs"), MODULES)
+def test_cycle_over_ranks_equals_one_big_batch(cls: Any, kwargs: Any, options: dict[str, Any], cycle: int) -> None:
+    check(on_ranks(_with(options), cls, kwargs, cycle), cycle)
+
+
+@pytest.mark.parametrize("cycle", [1, 3])
+@pytest.mark.parametrize(("cls", "kwargs"), MODULES)
+def test_static_graph(cls: Any, kwargs: Any, cycle: int) -> None:
+    """torch learns the graph from the first backward, which is therefore reduced even inside a cycle."""
+    check(on_ranks(_with({"static_graph": True}), cls, kwargs, cycle), cycle, extra_reductions=int(cycle > 1))
+
+
+class _with:
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def __call__(self, rank: int, *args: Any) -> Any:
+        return train(rank, *args, **self.options)
+
+
+@pytest.mark.parametrize(("cls", "kwargs"), MODULES)
+def test_ranks_that_weigh_the_same(cls: Any, kwargs: Any) -> None:
+    """``average_across_ranks=False``: the mean over ranks of each rank's own mean over its items."""
+    results = on_ranks(_with({"average_across_ranks": False}), cls, kwargs, 5)
+    each = [reference_run(BATCHES[rank], 5, dtype=torch.float64)[0][0] for rank in range(2)]
+    expected = [(a + b) / 2 for a, b in zip(*each, strict=True)]
+    for seen, *_ in results:
+        assert relative_error([torch.from_numpy(g) for g in seen[0]], expected) < 1e-12
+
+
+def _train_gan(rank: int, order: str, cycle: int) -> Any:
+    module = GAN(order)
+    strategy = _Counted(accumulate_grad_batches=cycle, num_items="samples", find_unused_parameters=True)
+    trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False)
+    # Both ranks see the same batches: the reference on one rank then holds.
+    trainer.fit(module, loader(make_data()))
+    return [p.detach().numpy() for p in module.parameters()], strategy.reductions
+
+
+@pytest.mark.parametrize("order", ["zero first", "critic first", "zero last"])
+def test_gan_on_ranks(order: str) -> None:
+    """Two backwards a micro-batch: two reductions a cycle, none inside it; the weights are those of one rank."""
+    for weights, reductions in on_ranks(_train_gan, order, 3):
+        expected = [p for net in reference(order, 3, 1) for p in net.parameters()]
+        assert relative_error([torch.from_numpy(w) for w in weights], expected) < 1e-12
+        assert reductions % 3 == 0 and 0 < reductions <= 2 * 2 * 3  # at most two buckets
+
+
+def _grad_dtype(rank: int) -> str:
+    trainer = quiet_trainer(strategy=GACPDDPStrategy(grad_dtype="float32"), devices=2)
+    with pytest.raises(MisconfigurationException) as caught:
+        trainer.fit(Automatic(), loader(BATCHES[rank]))
+    return str(caught.value)
+
+
+def test_grad_dtype_is_refused() -> None:
+    """Its reducer takes no other dtype; the error names what to use."""
+    for message in on_ranks(_grad_dtype):
+        assert "its reducer takes gradients in the parameter's dtype only" in message
+        assert "bf16-mixed" in message
