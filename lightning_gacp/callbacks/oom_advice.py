@@ -194,7 +194,7 @@ class OOMAdvice(Callback):
         )
         yield Remedy(
             "spread parameters, gradients and optimizer states over two devices (communication)",
-            "trainer: {strategy: gacp_model_parallel, devices: 2}",
+            "trainer: {strategy: gacp_fsdp, devices: 2}",
             2 * size,  # half of parameters, gradients and two states
         )
 

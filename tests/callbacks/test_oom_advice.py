@@ -130,6 +130,7 @@ def test_the_phase_is_named(phase: str, words: str) -> None:
     text = note(Model(phase))
     assert f"memory ran out in {words}. What to change" in text
     assert ("foreach: false" in text.split("2. ")[0]) == (phase == "step")
+    assert ("strategy: gacp_fsdp" in text) == (phase == "step")
 
 
 def test_a_back_ends_own_error_counts_too() -> None:

@@ -100,7 +100,15 @@ def test_a_misspelt_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "acumulate" in capsys.readouterr().err
 
 
-CLASSES = ["GACPStrategy", "ActivationCheckpointing", "ActivationOffload"]
+CLASSES = [
+    "GACPStrategy",
+    "GACPDDPStrategy",
+    "GACPModelParallelStrategy",
+    "ActivationCheckpointing",
+    "ActivationOffload",
+    "GACPMonitor",
+    "MemoryTimeline",
+]
 
 
 @pytest.mark.parametrize("name", CLASSES)
