@@ -1,0 +1,1 @@
+"""Callbacks over the rooms below: each in a file of its own."""

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_gacp.accumulation.cycle import CycleResult
 from lightning_gacp.callbacks.cycle_loss import CycleLoss
+from lightning_gacp.callbacks.device_memory import peak_allocated, reset_peak
 from lightning_gacp.callbacks.report import FitReport, print_report, write_report
 from lightning_gacp.callbacks.startup_table import print_startup_table
 from lightning_gacp.callbacks.treatment import MicroBatchMeter, offloaded_bytes
@@ -72,8 +73,7 @@ class GACPMonitor(Callback):
         self._measured = False
         self._paused = None
         self._report = FitReport()
-        if pl_module.device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(pl_module.device)
+        reset_peak(pl_module.device)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -133,8 +133,8 @@ class GACPMonitor(Callback):
             pl_module.log("gacp/loss", loss, prog_bar=self.prog_bar, batch_size=1)
         self._log(pl_module, "num_items", result.total_items)
         self._log(pl_module, "items_per_second", result.total_items / max(seconds, 1e-9))
-        if pl_module.device.type != "cpu":
-            peak = torch.accelerator.max_memory_allocated(pl_module.device)
+        peak = peak_allocated(pl_module.device)
+        if peak is not None:
             self._report.peak_allocated_bytes = peak
             self._log(pl_module, "peak_allocated_gib", peak / GIB)
         offloaded = offloaded_bytes(pl_module)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_gacp.callbacks.block_costs import BlockCosts
+from lightning_gacp.callbacks.device_memory import peak_allocated
 from lightning_gacp.callbacks.terminal import size_text
 from lightning_gacp.callbacks.treatment import Treatment, treatments
 
@@ -106,9 +107,9 @@ class OOMAdvice(Callback):
 
     def advice(self, trainer: Trainer, pl_module: LightningModule) -> str:
         """Return the text of the note."""
+        bytes_at_peak = peak_allocated(pl_module.device)
         peak = ""
-        if pl_module.device.type != "cpu":
-            bytes_at_peak = torch.accelerator.max_memory_allocated(pl_module.device)
+        if bytes_at_peak is not None:
             peak = f"; at most {size_text(bytes_at_peak)} were allocated on {pl_module.device}"
         lines = [f"lightning_gacp: memory ran out in {self._phase}{peak}. What to change, cheapest first:"]
         for number, remedy in enumerate([*self._remedies(trainer, pl_module)][:SHOWN], start=1):

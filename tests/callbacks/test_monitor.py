@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_gacp as gacp
-from lightning_gacp.callbacks import terminal
+from lightning_gacp.callbacks import monitor, terminal
+from lightning_gacp.callbacks.device_memory import peak_allocated, reset_peak
 from lightning_gacp.callbacks.monitor import GACPMonitor
 from lightning_gacp.callbacks.report import FILE
 from lightning_gacp.checkpointing import checkpoint_blocks
@@ -109,6 +110,26 @@ def test_keys_without_meaning_here_are_left_out(tmp_path: Path) -> None:
     """On a CPU there is no allocator to ask, and nothing is offloaded: no zeros are made up."""
     keys = {key for key in fit(Model(), batches(), tmp_path).callback_metrics if key.startswith("gacp/")}
     assert keys == {"gacp/loss", "gacp/num_items", "gacp/items_per_second"}
+
+
+def test_peak_is_logged_where_a_device_counts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In GiB to the logger, in bytes to the report; asked of the allocator, which is replaced here."""
+    monkeypatch.setattr(monitor, "peak_allocated", lambda device: 3 << 29)
+    trainer = fit(Model(), batches(), tmp_path)
+    assert trainer.callback_metrics["gacp/peak_allocated_gib"] == 1.5
+    assert read_report(trainer)["peak_allocated_bytes"] == 3 << 29
+
+
+def test_an_accelerator_without_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No peak is no error: nothing is logged, nothing is reset."""
+
+    def refuse(device: torch.device) -> int:
+        raise RuntimeError("not counted here")
+
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", refuse)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", refuse)
+    assert peak_allocated(torch.device("mps")) is None
+    reset_peak(torch.device("mps"))
 
 
 def test_a_cycle_without_items_has_no_loss(tmp_path: Path) -> None:

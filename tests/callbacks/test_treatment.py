@@ -1,4 +1,4 @@
-"""What a micro-batch keeps on the device, with blocks recomputed, offloaded, both or neither, against the plain model."""
+"""What a micro-batch keeps on the device, with blocks recomputed, offloaded, both or neither, counted by hand."""
 
 from __future__ import annotations
 
