@@ -122,9 +122,8 @@ class CycleBooks(_Base):
         if self._current is not None and self._current.ready == ready:
             if length > 1:
                 raise MisconfigurationException(
-                    "The optimizer evaluates its closure several times a step, and a cycle of several"
-                    " micro-batches cannot be"
-                    " run again. Set `accumulate_grad_batches=1`, or take another optimizer."
+                    "The optimizer evaluates its closure several times a step, and a cycle of several micro-batches"
+                    " cannot be run again. Set `accumulate_grad_batches=1`, or take another optimizer."
                 )
             self._start_cycle()
         self._step_skipped = False
@@ -159,9 +158,8 @@ class CycleBooks(_Base):
                 raise items
             if items is None:
                 raise MisconfigurationException(
-                    "The items of this micro-batch could not be counted before its forward. Hand the count over"
-                    " with the loss:"
-                    ' `self.manual_backward(loss, num_items=n)`, or return `{"loss": loss, "num_items": n}`.'
+                    "The items of this micro-batch could not be counted before its forward. Hand the count over with"
+                    ' the loss: `self.manual_backward(loss, num_items=n)`, or return `{"loss": loss, "num_items": n}`.'
                 )
             if has_loss:
                 assert self._count is not None
@@ -177,9 +175,8 @@ class CycleBooks(_Base):
         elif num_items is not None and float(num_items) != current.handed_over:
             raise MisconfigurationException(
                 f"Two losses of one `training_step` came with different counts, {current.handed_over:g} and"
-                f" {float(num_items):g}"
-                " items, and a micro-batch has one weight. Give both the same count, or add the losses up before"
-                " one backward."
+                f" {float(num_items):g} items, and a micro-batch has one weight. Give both the same count, or add the"
+                " losses up before one backward."
             )
         return current.step
 
@@ -204,9 +201,8 @@ class CycleBooks(_Base):
         if not self._step_skipped:
             self._step_skipped = True
             rank_zero_warn(
-                f"A cycle of {self._cycle.micro_batches} micro-batches had no items at all (no target that its"
-                " loss averages"
-                " over): it was skipped, without a step of the optimizer or the learning-rate schedule."
+                f"A cycle of {self._cycle.micro_batches} micro-batches had no items at all (no target that its loss"
+                " averages over): it was skipped, without a step of the optimizer or the learning-rate schedule."
             )
         return False
 

@@ -186,8 +186,8 @@ class AccumulationMixin(CycleBooks, _Base):
         if isinstance(optimizer, LBFGS) and self._trainer.accumulate_grad_batches > 1:
             raise MisconfigurationException(
                 "`LBFGS` evaluates its closure several times a step, and a cycle of"
-                f" {self._trainer.accumulate_grad_batches}"
-                " micro-batches cannot be run again. Set `accumulate_grad_batches=1`, or take another optimizer."
+                f" {self._trainer.accumulate_grad_batches} micro-batches cannot be run again. Set"
+                " `accumulate_grad_batches=1`, or take another optimizer."
             )
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -204,9 +204,8 @@ class AccumulationMixin(CycleBooks, _Base):
             )
         if self._look_ahead is not None and not self._look_ahead.started:
             raise MisconfigurationException(
-                f"`training_step` asks for `{_TOTAL}`, and there are several train loaders: whose items? Combine"
-                " them into"
-                " one loader, or hand the count over with the loss."
+                f"`training_step` asks for `{_TOTAL}`, and there are several train loaders: whose items? Combine them"
+                " into one loader, or hand the count over with the loss."
             )
         assert self._count is not None
         self._look_ahead = LookAhead(dataloader, self._count, trainer)
@@ -283,9 +282,8 @@ class AccumulationMixin(CycleBooks, _Base):
         for gate in self._gates:
             gate.start_micro_batch()
         self._current = None
-        self._step_skipped = (
-            True  # until a `training_step` has run: a hook may skip the batch, and no scheduler moves then
-        )
+        # Until a `training_step` has run: a hook may skip the batch, and no scheduler moves then.
+        self._step_skipped = True
 
     def _follow_schedule(self) -> None:
         length = self.settings.length_at(self._trainer.current_epoch)

@@ -129,8 +129,8 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
         super().setup(trainer)
         if self.defer_gradient_sync and self._manual and len(self._gates) > 1:
             raise MisconfigurationException(
-                "`defer_gradient_sync=True` cannot keep the gradients of several optimizers apart: they are not in `.grad`"
-                " while a cycle is open. Use `defer_gradient_sync=False`."
+                "`defer_gradient_sync=True` cannot keep the gradients of several optimizers apart: they are not in"
+                " `.grad` while a cycle is open. Use `defer_gradient_sync=False`."
             )
 
     def _synced(self, last: bool) -> AbstractContextManager[Any]:
