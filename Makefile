@@ -23,9 +23,9 @@ $(READY): setup.cfg setup.py constraints.txt
 	@touch $@
 
 # One thread, because the example's products are too small to be worth a second.
-train: $(READY)  ## train the example language model: accumulation, checkpointing, held-out perplexity
+train: $(READY)  ## train the example language model: accumulation, checkpointing, offload, held-out perplexity
 	OMP_NUM_THREADS=1 $(BIN)/python examples/train_lm.py fit -c examples/configs/base.yaml \
-		-c examples/configs/accumulate.yaml -c examples/configs/checkpoint.yaml -c examples/configs/monitor.yaml
+		-c examples/configs/accumulate.yaml -c examples/configs/offload.yaml -c examples/configs/monitor.yaml
 
 test: $(READY)  ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests

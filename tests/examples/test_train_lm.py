@@ -77,8 +77,9 @@ def test_all_configs_give_the_same_training(example: Load, tiny: list[str]) -> N
         assert torch.equal(left, right), name
 
 
+@pytest.mark.filterwarnings("ignore:.*no accelerator.*")
 def test_make_train_is_this_example(example: Load, tiny: list[str]) -> None:
-    """The command behind `make train`, cut short, runs; it uses accumulation and checkpointing."""
+    """The command behind `make train`, cut short, runs; it accumulates, recomputes and offloads."""
     printed = subprocess.run(
         ["make", "--no-print-directory", "--dry-run", "train"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
