@@ -1,0 +1,336 @@
+"""What is moved, when, and how much memory that takes: exact counts on the simulated device."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_gacp.blocks import every_nth, find_blocks
+from lightning_gacp.checkpointing import checkpoint_blocks
+from lightning_gacp.offload import AppliedOffload, offload_blocks, offload_selected
+
+from .models import MODELS, Adapter, TransformerBlock, batch, build, gradients, same
+from .simulated import SimulatedDevice
+
+BATCH, SEQUENCE, WIDTH = 2, 3, 8
+
+
+class Chain(nn.Module):
+    """Blocks in a row, nothing else."""
+
+    def __init__(self, depth: int = 6, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Adapter().requires_grad_() for _ in range(depth)).to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def data(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(BATCH, SEQUENCE, WIDTH, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+
+def inputs_only(model: nn.Module, device: SimulatedDevice, every: int = 1, **settings: Any) -> AppliedOffload:
+    """What ``checkpoint_blocks(offload=True)`` does, on the simulated device."""
+    checkpoint_blocks(model, every_n_layers=every, blocks="blocks.*")
+    blocks = every_nth(find_blocks(model, "blocks.*"), every)
+    return offload_selected(model, blocks, min_bytes=1, device=device, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("keep_last", [0, 1, 2])
+def test_bytes_moved_are_blocks_times_batch_times_sequence_times_hidden(
+    dtype: torch.dtype, every: int, keep_last: int
+) -> None:
+    model, device = Chain(dtype=dtype), SimulatedDevice()
+    applied = inputs_only(model, device, every, keep_last=keep_last)
+    with device:
+        for _ in range(3):
+            model(data(dtype)).sum().backward()
+    moved = max(0, -(-6 // every) - keep_last)
+    size = BATCH * SEQUENCE * WIDTH * dtype.itemsize
+    assert device.copies.count(("out", size)) == 3 * moved == applied.engine.stats()["offloaded_tensors"]
+    assert sum(nbytes for way, nbytes in device.copies if way == "out") == 3 * moved * size
+    assert applied.engine.stats()["offloaded_bytes"] == 3 * moved * size
+
+
+def test_sources_are_dead_after_the_forward_except_what_is_in_flight_and_kept() -> None:
+    model, device = Chain(), SimulatedDevice()
+    applied = inputs_only(model, device, keep_last=1)
+    storages: list[StorageWeakRef] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: storages.append(StorageWeakRef(args[0].untyped_storage())))
+    with device:
+        end = model(data())
+    # The input of the last block is kept, that of the one before is still being copied.
+    assert [storage.expired() for storage in storages] == [True] * 4 + [False, False]
+    stats = applied.engine.stats()
+    assert stats["in_flight_bytes"] == BATCH * SEQUENCE * WIDTH * 4 == stats["kept_bytes"]["in one of the last blocks"]
+    with device:
+        end.sum().backward()
+        del end
+    applied.engine.drain()
+    assert all(storage.expired() for storage in storages)
+    assert applied.engine.stats()["in_flight_bytes"] == 0 == applied.engine.stats()["live_records"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_device_bytes_stay_under_their_bounds(name: str, prefetch: int) -> None:
+    model, device = build(name), SimulatedDevice(1)
+    applied = offload_blocks(model, MODELS[name][1], min_bytes=1, keep_last=0, prefetch=prefetch, device=device)
+    with device:
+        for step in range(3):
+            model(batch(step)).sum().backward()
+            stats = applied.engine.stats()
+            assert 0 < stats["peak_in_flight_bytes"] <= stats["in_flight_bound_bytes"]
+            assert stats["peak_arriving_bytes"] <= stats["arriving_bound_bytes"]
+
+
+def test_200_steps_grow_nothing_after_the_largest() -> None:
+    """prime-rl#3196, pytorch/torchtune#2076: streams and pinned memory were made anew in each step."""
+    model, device = build("branches"), SimulatedDevice(2)
+    applied = offload_blocks(model, MODELS["branches"][1], min_bytes=1, keep_last=0, device=device)
+    engine = applied.engine
+    sizes = []
+    for step in range(200):
+        with device:
+            model(batch(step, length=7 if step == 0 else 2 + step % 6)).sum().backward()
+        stats, order = engine.stats(), engine._order
+        sizes.append(
+            {
+                **{name: stats[name] for name in ("host_slabs", "host_bytes", "streams", "events")},
+                "device": (device.events, len(device.streams)),
+                "order": (len(order._following), len(order._learned), len(order._chain.calls)),
+                "engine": (len(engine._known), len(engine._graveyard)),
+            }
+        )
+        assert stats["live_records"] == 0 and stats["host_used_bytes"] == 0
+        assert stats["in_flight_bytes"] == 0 and stats["arriving_bytes"] == 0
+    assert sizes[1:] == sizes[1:2] * 199
+    assert sizes[-1]["streams"] == 2 and sizes[-1]["device"][1] == 3
+
+
+def test_the_last_blocks_move_nothing_and_the_others_everything() -> None:
+    """pytorch/torchtune#1443: offloading the last block costs time and saves nothing."""
+    model, device = Chain(), SimulatedDevice()
+    counts = []
+    offload_blocks(model, "blocks.*", min_bytes=1, keep_last=2, device=device)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: counts.append(len(device.copies)))
+    with device:
+        model(data())
+    moved = [after - before for before, after in zip([0, *counts], counts, strict=False)]
+    assert moved[4:] == [0, 0] and all(count > 0 for count in moved[:4])
+
+
+@pytest.mark.parametrize(("prefetch", "ahead"), [(0, 0), (1, 1), (2, 2)])
+def test_the_backward_of_a_block_finds_its_inputs_requested_so_many_blocks_before(prefetch: int, ahead: int) -> None:
+    model, device = Chain(), SimulatedDevice()
+    inputs_only(model, device, keep_last=1, prefetch=prefetch)
+    requested: dict[int, int] = {}
+
+    def watch(index: int) -> Any:
+        def before(module: nn.Module, grads: Any) -> None:
+            requested[index] = sum(way == "in" for way, _ in device.copies)
+
+        return before
+
+    with device:
+        model(data()).sum().backward()  # the order is learned
+        x = data().requires_grad_()  # else torch warns about the hook of the first block
+        device.copies.clear()
+        for index, block in enumerate(model.blocks):
+            block.register_full_backward_pre_hook(watch(index))
+        model(x).sum().backward()
+    # Block 5 is kept and block 4 is in flight. When the backward of block k begins, k + 1 has been asked for its own.
+    assert requested == {5: 0, **{k: min(4, max(0, 4 - (k + 1) + ahead)) for k in range(5)}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_from_the_second_step_on_nothing_is_waited_for_on_demand(name: str) -> None:
+    model, device = build(name), SimulatedDevice()
+    applied = offload_blocks(model, MODELS[name][1], min_bytes=1, keep_last=0, device=device)
+    with device:
+        model(batch()).sum().backward()
+        first = applied.engine.stats()["served"].get("on demand", 0)
+        for _ in range(3):
+            model(batch()).sum().backward()
+    assert applied.engine.stats()["served"].get("on demand", 0) == first
+    assert applied.engine.stats()["served"]["ahead"] > 0
+
+
+def test_branches_are_brought_back_in_their_own_order_once_it_is_known() -> None:
+    model, device = build("branches"), SimulatedDevice()
+    applied = offload_blocks(model, MODELS["branches"][1], min_bytes=1, keep_last=0, prefetch=1, device=device)
+    with device:
+        for _ in range(3):
+            model(batch()).sum().backward()
+    assert applied.engine.stats()["dropped_reloads"] == 0
+
+
+def test_a_mask_that_all_blocks_save_is_copied_once() -> None:
+    """huggingface/transformers: a 64 x 64 mask shared by six blocks was all but 384 of 98,688 bytes moved."""
+    torch.manual_seed(0)
+    blocks, device = nn.ModuleList(TransformerBlock() for _ in range(4)), SimulatedDevice()
+    checkpoint_blocks(blocks, blocks="*")
+    applied = offload_selected(blocks, find_blocks(blocks, "*"), min_bytes=1, keep_last=0, device=device)
+    mask = torch.zeros(5, 5)
+    with device:
+        for _ in range(2):
+            x = torch.randn(2, 5, WIDTH, requires_grad=True)
+            for block in blocks:
+                x = block(x, mask=mask)
+            x.sum().backward()
+    assert device.copies.count(("out", 5 * 5 * 4)) == 2
+    assert applied.engine.stats()["reused_tensors"] == 2 * 3
+    # Back on the device it stays there from the last block that needs it to the first.
+    assert device.copies.count(("in", 5 * 5 * 4)) == 2
+
+
+class SaveAs(torch.autograd.Function):
+    """Saves a tensor in some layout, and notes how it came back."""
+
+    came_back: list[Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        SaveAs.came_back = list(ctx.saved_tensors)
+        return grad, *[None for _ in SaveAs.came_back]
+
+
+class Saver(nn.Module):
+    def __init__(self, *saved: Tensor) -> None:
+        super().__init__()
+        self.saved = saved
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SaveAs.apply(x, *self.saved)
+
+
+def round_trip(device: SimulatedDevice, *saved: Tensor) -> tuple[list[Tensor], AppliedOffload]:
+    """Save tensors in a block, let the sources go, and return what the backward got."""
+    model = nn.Sequential(Saver(*saved))
+    applied = offload_selected(model, find_blocks(model, Saver), min_bytes=1, keep_last=0, device=device)
+    applied.engine._fixed_bound = 0  # nothing stays in flight
+    with device:
+        end = model(torch.ones(3, requires_grad=True))
+        model[0].saved = ()
+        end.sum().backward()
+    device.finish()
+    assert device.races == []
+    return SaveAs.came_back, applied
+
+
+BASE = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).view(2, 3, 4, 5)
+LAYOUTS = {
+    "contiguous": BASE,
+    "transposed": BASE.transpose(1, 3),
+    "channels last": BASE.contiguous(memory_format=torch.channels_last),
+    "expanded": torch.arange(4.0).view(1, 4, 1).expand(3, 4, 2),
+    "slice of a fused projection": torch.arange(36.0).view(3, 12)[:, 4:8],
+    "every second": torch.arange(24.0).view(4, 6)[:, ::2],
+    "overlapping windows": torch.arange(11.0).as_strided((4, 4), (2, 1), 1),
+    "unsqueezed": torch.arange(6.0).view(2, 3).unsqueeze(1),
+    "a single number": torch.tensor(3.5),
+    "bfloat16": BASE.bfloat16(),
+    "float16": BASE.half().transpose(0, 2),
+    "float64": BASE.double(),
+    "complex": torch.complex(BASE, BASE + 1),
+    "boolean": BASE > 7,
+    "integers": BASE.long(),
+    "bytes": BASE.to(torch.uint8)[:, :, 1:, :],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_come_back_exactly_as_they_were(name: str) -> None:
+    """huggingface/trl#5694, deepspeedai/DeepSpeed#8388, pytorch/pytorch#186396: strides were lost, out of bounds or
+    expanded tensors copied in full."""
+    tensor = LAYOUTS[name].clone() if LAYOUTS[name].is_contiguous() else LAYOUTS[name]
+    expected = tensor.clone()
+    size, stride, offset, dtype = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+    storage = tensor.untyped_storage().nbytes()
+    device = SimulatedDevice(3)
+    (found,), applied = round_trip(device, tensor)
+    assert applied.engine.stats()["reloaded_tensors"] == 1
+    assert (found.shape, found.stride(), found.storage_offset(), found.dtype) == (size, stride, offset, dtype)
+    assert torch.equal(found, expected)
+    assert device.copies == [("out", storage), ("in", storage)]
+
+
+def test_a_transposed_view_and_its_base_share_one_copy_and_both_are_right() -> None:
+    """modelscope/ms-swift#10157: a transposed view got the copy of its base, and gradients were wrong."""
+    base = torch.arange(6.0).view(2, 3).clone()
+    device = SimulatedDevice(4)
+    (one, other), applied = round_trip(device, base, base.t())
+    assert torch.equal(one, torch.arange(6.0).view(2, 3)) and torch.equal(other, torch.arange(6.0).view(2, 3).t())
+    assert (one.stride(), other.stride()) == ((3, 1), (1, 3))
+    assert applied.engine.stats()["offloaded_tensors"] == 1 == applied.engine.stats()["reused_tensors"]
+
+
+def test_slices_of_one_projection_share_one_copy() -> None:
+    device = SimulatedDevice(5)
+    fused = torch.arange(36.0).view(3, 12)
+    found, _ = round_trip(device, *fused.chunk(3, -1))
+    assert all(map(torch.equal, found, torch.arange(36.0).view(3, 12).chunk(3, -1)))
+    assert [way for way, _ in device.copies] == ["out", "in"]
+
+
+@pytest.mark.parametrize("limit", ["cap", "refused"])
+def test_when_host_memory_is_full_tensors_stay_on_the_device_and_it_is_said_once(
+    limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model = build("transformer"), build("transformer")
+    device = SimulatedDevice(0, host_bytes=1 << 16 if limit == "refused" else None)
+    cap = 1 << 16 if limit == "cap" else None
+    applied = offload_blocks(model, "blocks.*", min_bytes=1, max_host_bytes=cap, device=device)
+    with caplog.at_level(logging.WARNING, logger="lightning_gacp"):
+        for step in range(2):
+            plain(batch(step, 40)).sum().backward()
+            with device:
+                model(batch(step, 40)).sum().backward()
+    assert same(gradients(plain), gradients(model))
+    stats = applied.engine.stats()
+    assert stats["host_bytes"] <= 1 << 16
+    assert stats["kept_tensors"]["host memory is full"] > 0 < stats["offloaded_tensors"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert ("cap is reached" if limit == "cap" else "CUDA error: out of memory") in line and "`max_host_bytes`" in line
+
+
+def test_without_device_memory_for_prefetching_tensors_come_on_demand() -> None:
+    plain, model = Chain(), Chain()
+    size = BATCH * SEQUENCE * WIDTH * 4
+    device = SimulatedDevice(0, device_bytes=size)
+    applied = inputs_only(model, device, keep_last=0, prefetch=3)
+    plain(data()).sum().backward()
+    with device:
+        model(data()).sum().backward()
+    assert same(gradients(plain), gradients(model))
+    assert applied.engine.stats()["served"]["on demand"] > 0
+
+
+def test_stats_are_plain_data() -> None:
+    device = SimulatedDevice()
+    model = Chain()
+    applied = inputs_only(model, device)
+    with device:
+        model(data()).sum().backward()
+    stats = applied.engine.stats()
+    assert json.loads(json.dumps(stats)) == stats
+    assert stats["active"] is True and stats["waits"]["SOURCE_WRITTEN"] == stats["offloaded_tensors"]
