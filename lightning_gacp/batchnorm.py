@@ -26,8 +26,8 @@ def momentum_in_cycle(momentum: float, index: int, length: int) -> float:
 
     After ``length`` updates of a running statistic r with statistics ``s_i``, it is
     ``(1 - momentum) * r + momentum * mean(s_i)``: the update of the big batch, were it done with the mean of the
-    micro-batches' statistics. (For the mean that is the big batch's own, for equal sizes. The variance lacks the variance
-    of the means.)
+    micro-batches' statistics. (For equal sizes the mean is then the big batch's own; the variance lacks the variance of
+    the micro-batches' means.)
 
     Args:
         momentum: That of the layer, for one big batch.
@@ -48,7 +48,7 @@ def momentum_in_cycle(momentum: float, index: int, length: int) -> float:
 
 @contextmanager
 def scaled_momentum(layers: Iterable[_BatchNorm], index: int, length: int) -> Iterator[None]:
-    """Give ``layers`` the momentum of one micro-batch. A layer without momentum averages over all batches: left alone."""
+    """Give ``layers`` the momentum of one micro-batch. One without a momentum averages over all batches: left alone."""
     changed = [(layer, layer.momentum) for layer in layers if layer.momentum is not None]
     try:
         for layer, momentum in changed:

@@ -1,13 +1,17 @@
 """Recompute blocks of the model while it is fitted."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from lightning_gacp.batchnorm import batch_norms, scaled_momentum
 from lightning_gacp.blocks import every_nth, find_blocks
 from lightning_gacp.checkpointing import checkpoint_blocks
 from lightning_gacp.checkpointing.layer import Recomputation
@@ -31,6 +35,9 @@ class ActivationCheckpointing(Callback):
         preserve_rng_state: Give the recomputation the random numbers of the forward pass. Without it, dropout draws
             other masks in the recomputation and gradients are wrong.
         determinism_check: `default` compares shape, dtype and device of what is recomputed, `none` nothing.
+        scale_batchnorm_momentum: Under gradient accumulation, lower the momentum of batch norms so that a cycle of
+            micro-batches weighs in their running statistics as one batch. It is a setting of this callback and not of
+            the strategies, so that it works with any strategy and with Lightning's own accumulation.
 
     Example:
         >>> import lightning as L
@@ -45,6 +52,7 @@ class ActivationCheckpointing(Callback):
         offload: bool = False,
         preserve_rng_state: bool = True,
         determinism_check: str = "default",
+        scale_batchnorm_momentum: bool = False,
     ) -> None:
         every_nth([], every_n_layers)  # wrong values are refused here, where they were written
         Recomputation("", policy, preserve_rng_state, determinism_check)
@@ -54,9 +62,12 @@ class ActivationCheckpointing(Callback):
         self.offload = offload
         self.preserve_rng_state = preserve_rng_state
         self.determinism_check = determinism_check
+        self.scale_batchnorm_momentum = scale_batchnorm_momentum
         self.applied: Applied | None = None
         """What was done to the model, during a fit."""
         self._patched: Strategy | None = None
+        self._batch_norms: dict[str, _BatchNorm] = {}
+        self._scaled = ExitStack()
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -71,6 +82,28 @@ class ActivationCheckpointing(Callback):
             self._apply_before_strategy_setup(trainer, pl_module)
         else:
             self._apply(pl_module)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._batch_norms = batch_norms(pl_module)
+        if self._batch_norms and trainer.accumulate_grad_batches > 1:
+            rank_zero_info(_batch_norm_notice(list(self._batch_norms), self.scale_batchnorm_momentum))
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self.scale_batchnorm_momentum and self._batch_norms:
+            longest = trainer.accumulate_grad_batches
+            index = batch_idx % longest
+            length = min(longest, trainer.num_training_batches - (batch_idx - index))  # the last cycle may be short
+            self._scaled.enter_context(scaled_momentum(self._batch_norms.values(), index, int(length)))
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._scaled.close()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -110,7 +143,18 @@ class ActivationCheckpointing(Callback):
             self._patched = None
 
     def _undo(self) -> None:
+        self._scaled.close()
+        self._batch_norms = {}
         self._give_setup_back()
         applied, self.applied = self.applied, None
         if applied is not None:
             applied.remove()
+
+
+def _batch_norm_notice(names: list[str], scaled: bool) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    advice = "" if scaled else " `scale_batchnorm_momentum=True` lets a cycle weigh as one batch in their statistics."
+    return (
+        f"Batch norm sees micro-batches, not the whole batch that is accumulated: {shown}. Group norm or layer norm "
+        f"would make no difference between the two.{advice}"
+    )

@@ -1,12 +1,20 @@
 """The callback: when it acts on the model, and that it gives it back."""
 
+import copy
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    EMAWeightAveraging,
+    LearningRateFinder,
+)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_gacp.batchnorm import momentum_in_cycle
 from lightning_gacp.callbacks.activation_checkpointing import ActivationCheckpointing
 from lightning_gacp.wrapping import layer_of
 
@@ -171,3 +179,120 @@ def test_nothing_matched_is_said_at_the_start_of_the_fit() -> None:
 def test_bad_settings_are_refused_where_they_are_written(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ActivationCheckpointing(**settings)
+
+
+class NormBlock(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.momenta.append(self.norm.momentum) if self.training else None
+        return super().forward(self.norm(x))
+
+
+class NormModule(Module):
+    def _make(self, where: str) -> None:
+        if where == "init":
+            self.layers = nn.Sequential(NormBlock(), NormBlock())
+            for layer in self.layers:
+                layer.momenta = []
+
+
+def test_batch_norm_under_accumulation_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        trainer(ActivationCheckpointing(), accumulate_grad_batches=2).fit(NormModule())
+    said = [message for message in caplog.messages if "Batch norm sees micro-batches" in message]
+    assert len(said) == 1
+    assert "`layers.0.norm`, `layers.1.norm`" in said[0]
+    assert "scale_batchnorm_momentum=True" in said[0]
+    caplog.clear()
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
+        trainer(ActivationCheckpointing()).fit(NormModule())
+    assert not [message for message in caplog.messages if "Batch norm" in message]
+
+
+def test_batch_norm_momentum_over_a_cycle_and_a_short_last_one() -> None:
+    """4 batches in cycles of 3: the last cycle has one. The recomputation sees what the forward saw."""
+    module = NormModule()
+    trainer(ActivationCheckpointing(scale_batchnorm_momentum=True), accumulate_grad_batches=3).fit(module)
+    cycle = [momentum_in_cycle(0.1, index, 3) for index in range(3)] + [0.1]
+    assert module.layers[0].momenta == pytest.approx([momentum for momentum in cycle for _ in range(2)])
+    assert module.layers[0].norm.momentum == 0.1
+    assert module.layers[0].norm.num_batches_tracked == 4
+
+
+def test_batch_norm_momentum_after_an_exception() -> None:
+    module = NormModule(fails=True)
+    with pytest.raises(ZeroDivisionError):
+        trainer(ActivationCheckpointing(scale_batchnorm_momentum=True), accumulate_grad_batches=3).fit(module)
+    assert module.layers[0].norm.momentum == 0.1
+
+
+class Weights(pl.Callback):
+    """Keeps the weights at the end of the fit, before anything is undone."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.state = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+
+def fitted(*callbacks: pl.Callback, module: pl.LightningModule, **settings: object) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    weights = Weights()
+    trainer(*callbacks, weights, **settings).fit(module)
+    return weights.state
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_a_fit_is_bit_equal(offload: bool, precision: str) -> None:
+    """Offload finds no accelerator here and changes nothing; on one, its own tests apply."""
+    module = NormModule()
+    start = copy.deepcopy(module)
+    callback = ActivationCheckpointing(offload=offload)
+    found = fitted(callback, module=module, precision=precision, accumulate_grad_batches=2)
+    expected = fitted(module=start, precision=precision, accumulate_grad_batches=2)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+@pytest.mark.filterwarnings("ignore:You.re using the WeightAveraging callback with a model that overrides")
+def test_weight_averaging_averages_the_copys_own_weights() -> None:
+    """It deep-copies the module after it was checkpointed."""
+    results = []
+    for callbacks in ([ActivationCheckpointing()], []):
+        torch.manual_seed(0)
+        module = Module()
+        averaging = EMAWeightAveraging(decay=0.5)
+        found = fitted(*callbacks, averaging, module=module)
+        results.append((found, module.state_dict()))
+    for found, expected in zip(*results, strict=True):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_checkpoint_files_load_with_and_without(tmp_path: Path) -> None:
+    callback = ActivationCheckpointing()
+    run = trainer(callback, SaveInFit(tmp_path))
+    module = Module()
+    run.fit(module)
+    plain = Module.load_from_checkpoint(tmp_path / "in_fit.ckpt")
+    assert all(type(layer) is Block for layer in plain.layers)
+    assert "lightning_gacp" not in str(torch.load(tmp_path / "in_fit.ckpt", weights_only=True)["state_dict"].keys())
+    resumed = Module()
+    trainer(ActivationCheckpointing(), max_epochs=2).fit(resumed, ckpt_path=tmp_path / "in_fit.ckpt", weights_only=True)
+    assert ("training_step", True) in resumed.seen
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    x = torch.randn(2, 4)
+    assert torch.equal(whole(x), plain.layers(x))
+
+
+class SaveInFit(pl.Callback):
+    """Saves a checkpoint, and the layers as a whole, while they are checkpointed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.folder / "in_fit.ckpt")
+            torch.save(pl_module.layers, self.folder / "whole.pt")
