@@ -91,8 +91,10 @@ def test_several_loaders(data):
 
 class OverIterator(Small):
     def training_step(self, dataloader_iter):
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
+        batch, _, _ = next(dataloader_iter)
+        loss = self.loss(batch)
+        self.log("loss", loss, batch_size=4)
+        return loss
 
 
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor:UserWarning")
