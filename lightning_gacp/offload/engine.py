@@ -50,6 +50,7 @@ from lightning_gacp.offload.records import (
     Shelf,
     changed_in_place,
     root_of,
+    size_of,
     storage_behind,
     weak_storage,
 )
@@ -64,7 +65,6 @@ class OffloadEngine:
         device: Where the tensors are, or ``None`` where there is no accelerator: then nothing is ever moved.
         max_host_bytes: Cap of the pinned memory; ``None``: what is available less a reserve, over the local ranks.
         prefetch: How many calls ahead tensors are brought back.
-        in_flight_bound: Most bytes of sources held while they are copied. ``None``: what the largest call moves.
     """
 
     def __init__(
@@ -73,11 +73,9 @@ class OffloadEngine:
         *,
         max_host_bytes: int | None = None,
         prefetch: int = 1,
-        in_flight_bound: int | None = None,
     ) -> None:
         self.device = device
         self.prefetch = prefetch
-        self._fixed_bound = in_flight_bound
         self._largest_move = 0
         self._largest_need = 0
         # Reentrant, because a finaliser of the application may run a backward while this thread is inside the engine.
@@ -127,7 +125,7 @@ class OffloadEngine:
                     return Offloaded(call, record, Geometry.of(tensor))
                 keep_because = "host memory is full"
             self._count.kept_tensors[keep_because] += 1
-            self._count.kept_bytes[keep_because] += _size_of(tensor)
+            self._count.kept_bytes[keep_because] += size_of(tensor)
             return Kept(call, tensor)
 
     def unpack(self, saved: Kept | Offloaded) -> Tensor:
@@ -262,10 +260,16 @@ class OffloadEngine:
             self._drop(copy, Site.DROPPED_OTHER_STREAM)
         destination = copy.arriving
         if destination is not None:
-            self._no_longer_arriving(copy)
+            copy.arriving = None
+            self._arriving.remove(copy)
             self._count.served["ahead"] += 1
         else:
-            destination = self._moves.start_in(copy, stream)
+            try:
+                destination = self._moves.start_in(copy, stream)
+            except torch.OutOfMemoryError:  # then nothing must be there ahead of time
+                for other in list(self._arriving.copies):
+                    self._drop(other, Site.DROPPED_EVICTED)
+                destination = self._moves.start_in(copy, stream)
             self._count.served["on demand"] += 1
         assert copy.arrived is not None
         self._moves.wait(stream, copy.arrived, Site.ARRIVED)
@@ -316,12 +320,9 @@ class OffloadEngine:
         """Let go of a destination that nobody has used, once its stream has been told to wait for the copy."""
         assert copy.arrived is not None
         self._moves.wait(copy.destination_stream, copy.arrived, site)
-        self._no_longer_arriving(copy)
-        self._count.dropped_reloads += 1
-
-    def _no_longer_arriving(self, copy: HostCopy) -> None:
         copy.arriving = None
         self._arriving.remove(copy)
+        self._count.dropped_reloads += 1
 
     def _bury(self, copy: HostCopy) -> None:
         """Give back everything of a copy whose record has died."""
@@ -344,16 +345,8 @@ class OffloadEngine:
 
     @property
     def _in_flight_bound(self) -> int:
-        return self._largest_move if self._fixed_bound is None else self._fixed_bound
+        return self._largest_move
 
     @property
     def _arriving_bound(self) -> int:
         return (self.prefetch + 1) * self._largest_need
-
-
-def _size_of(tensor: Tensor) -> int:
-    """Bytes of any tensor; 0 where it cannot say."""
-    try:
-        return tensor.numel() * tensor.element_size()
-    except (RuntimeError, NotImplementedError):
-        return 0

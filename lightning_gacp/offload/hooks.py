@@ -8,10 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_gacp.offload.device import Device
 from lightning_gacp.offload.engine import OffloadEngine
 from lightning_gacp.offload.filters import Filter
 from lightning_gacp.offload.order import Call
 from lightning_gacp.offload.records import Kept, Offloaded
+
+_NOT_COMPILED = (
+    "activation offload takes saved tensors from outside of the compiled code: the graph breaks at each block, and "
+    "what is inside the block is compiled. Use `fullgraph=False`, or compile the blocks: `block.compile()`"
+)
 
 
 class OffloadLayer:
@@ -33,6 +39,7 @@ class OffloadLayer:
         self.keep = keep
         self.min_bytes = min_bytes
 
+    @torch.compiler.disable(recursive=False, reason=_NOT_COMPILED)  # type: ignore[untyped-decorator, no-untyped-call]
     def __call__(
         self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -40,19 +47,26 @@ class OffloadLayer:
         device = self.engine.device
         if device is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        with self._hooks(block, device):
+            return forward(*args, **kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # else the compiler would look into the engine
+    def _hooks(self, block: nn.Module, device: Device) -> saved_tensors_hooks:
         if _inside_checkpoint():
             raise inside_checkpoint(self.name)
         call = self.engine.begin(self.index)
         keep_because = None if not self.keep else "in one of the last blocks"
-        pack = functools.partial(_pack, call, keep_because, Filter(block, device, self.min_bytes))
-        with saved_tensors_hooks(pack, unpack):
-            return forward(*args, **kwargs)
+        return saved_tensors_hooks(
+            functools.partial(_pack, call, keep_because, Filter(block, device, self.min_bytes)), unpack
+        )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _pack(call: Call, keep_because: str | None, keep: Filter, tensor: Tensor) -> Kept | Offloaded:
     return call.engine.pack(call, tensor, keep_because or keep.reason_to_keep(tensor))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def unpack(saved: Kept | Offloaded) -> Tensor:
     """The hook that autograd calls for a saved tensor, from the thread and on the stream of its backward."""
     return saved.call.engine.unpack(saved)

@@ -76,6 +76,14 @@ def root_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+def size_of(tensor: Tensor) -> int:
+    """Bytes of any tensor; 0 where it cannot say."""
+    try:
+        return tensor.numel() * tensor.element_size()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
 class HostCopy:
     """The copy of one storage in host memory, and what is in motion between it and the device.
 

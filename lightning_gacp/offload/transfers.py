@@ -75,6 +75,7 @@ class Transfers:
             copy.arrived = self._new_event()
         self.device.record(copy.arrived, into)
         copy.destination_stream = stream
+        copy.handed = None  # what was handed before may belong to another stream
         self._count.reloaded_tensors += 1
         self._count.reloaded_bytes += copy.nbytes
         return destination

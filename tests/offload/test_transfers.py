@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_gacp.blocks import every_nth, find_blocks
 from lightning_gacp.checkpointing import checkpoint_blocks
-from lightning_gacp.offload import AppliedOffload, offload_blocks, offload_selected
+from lightning_gacp.offload import AppliedOffload, OffloadEngine, offload_blocks, offload_selected
 
 from .models import MODELS, Adapter, TransformerBlock, batch, build, gradients, same
 from .simulated import SimulatedDevice
@@ -227,8 +228,7 @@ def round_trip(device: SimulatedDevice, *saved: Tensor) -> tuple[list[Tensor], A
     """Save tensors in a block, let the sources go, and return what the backward got."""
     model = nn.Sequential(Saver(*saved))
     applied = offload_selected(model, find_blocks(model, Saver), min_bytes=1, keep_last=0, device=device)
-    applied.engine._fixed_bound = 0  # nothing stays in flight
-    with device:
+    with device, patch.object(OffloadEngine, "_in_flight_bound", 0):  # nothing stays in flight
         end = model(torch.ones(3, requires_grad=True))
         model[0].saved = ()
         end.sum().backward()
