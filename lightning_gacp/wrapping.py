@@ -183,17 +183,18 @@ def _reduce_plain(self: nn.Module, protocol: Any) -> Any:
     reduced[1] = tuple(original if argument is generated else argument for argument in reduced[1])
     if reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]  # which pickle refuses for another class
         reduced[0] = object.__new__
-    if isinstance(reduced[2], dict):  # the state
+    if len(reduced) > 2 and isinstance(reduced[2], dict):  # the state
         reduced[2] = {name: value for name, value in reduced[2].items() if name != _LAYERS}
     return tuple(reduced)
 
 
 def _deepcopy_wrapped(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy as an object of the original class, then with its own copies of the layers."""
-    make, arguments, state = _reduce_plain(self, 4)[:3]
-    copied: nn.Module = make(*arguments)
+    make, arguments, *state = _reduce_plain(self, 4)
+    copied: nn.Module = make(*copy.deepcopy(arguments, memo))
     memo[id(self)] = copied
-    copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+    if state and state[0] is not None:
+        copied.__setstate__(copy.deepcopy(state[0], memo))  # type: ignore[no-untyped-call]
     layers = self.__dict__.get(_LAYERS)
     if layers:
         copied.__class__ = type(self)

@@ -223,6 +223,28 @@ def test_a_class_with_its_own_deepcopy_keeps_it() -> None:
     assert copy.deepcopy(block) == "mine"
 
 
+class Reducing(Doubling):
+    """Says itself how it is made again, without a state."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.seed = seed
+
+    def __reduce__(self):
+        return Reducing, (self.seed,)
+
+
+def test_a_class_that_says_itself_how_it_is_pickled() -> None:
+    block, calls = Reducing(3), []
+    wrap(block, "checkpoint", Spy("spy", calls))
+    x = torch.randn(1, 3)
+    copied, loaded = copy.deepcopy(block), pickle.loads(pickle.dumps(block))
+    assert torch.equal(copied(x), loaded(x))
+    assert calls == ["copied spy in", "copied spy out"]
+    assert type(loaded) is Reducing
+
+
 def test_applied_undoes_once_also_after_an_exception() -> None:
     undone: list[str] = []
     applied = Applied(["a"], lambda: undone.append("a"))

@@ -68,13 +68,13 @@ def without_caches(
         return args, kwargs
     if any(_length(cache, block) > 0 for cache in caches):
         _warn_once(
-            block,
+            (type(block).__qualname__, "kept"),
             f"`{name}` was called in training with a key-value cache that has content, which a recomputation would "
             "extend again. The block runs without checkpointing; to save memory, call the model without the cache.",
         )
         return None
     _warn_once(
-        block,
+        (type(block).__qualname__, "dropped"),
         f"`{name}` was called in training with a key-value cache, which a recomputation would fill a second time. "
         "Checkpointed blocks run without it; set `use_cache=False` in the configuration of the model.",
     )
@@ -103,12 +103,11 @@ def _length(cache: Any, block: nn.Module) -> int:
         return 1
 
 
-_warned: set[tuple[type, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
-def _warn_once(block: nn.Module, message: str) -> None:
+def _warn_once(key: tuple[str, str], message: str) -> None:
     """Warn once for each class of blocks, not for each block."""
-    key = (type(block), message.partition("`")[2].partition("` ")[2])
     if key not in _warned:
         _warned.add(key)
         warnings.warn(message, stacklevel=2)

@@ -48,6 +48,8 @@ class Recomputation:
                 "Call `remove()` first, or the block's `eval()`.",
             )
         before = StateBefore(block)
+        if before.is_lazy:
+            return forward(*args, **kwargs)  # once: what this call makes, a recomputation would make again
         call = _Call(self.name, forward, args, kwargs, template, before)
         output = self._checkpoint(call, tensors, early_stop=not before.has_inner_hooks)
         before.forget_unchanged(self._habits)

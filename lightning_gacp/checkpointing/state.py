@@ -1,4 +1,4 @@
-"""What a recomputation must find as the forward found it: the buffers that the forward changed, and the weights."""
+"""What a recomputation must find as the forward found it: buffers that the forward changed, weights, and modes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import _disable_current_modes
 
 # Up to this many bytes, keeping a copy of a running statistic costs less than finding out whether it is needed.
@@ -70,15 +71,24 @@ class StateBefore:
     def __init__(self, block: nn.Module) -> None:
         self.has_inner_hooks = False
         """Whether forward hooks on modules inside the block expect to see the end of each forward."""
+        self.is_lazy = False
+        """Whether the call will make parameters or buffers whose shapes are not known yet."""
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._trained: list[tuple[nn.Parameter, bool]] = []
         self._weights: list[tuple[str, nn.Module, str, nn.Parameter, int]] = []
         self._buffers: list[_Buffer] = []
         for path, module in block.named_modules():
+            self._modes.append((module, module.training))
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+                self.is_lazy = True
+                return
             if path and module._forward_hooks:
                 self.has_inner_hooks = True
             # FSDP replaces weights by their shards and back, and takes care of their values itself.
             if "_is_fsdp_managed_module" not in module.__dict__:  # faster than asking the module, which would search
                 for name, weight in module._parameters.items():
                     if weight is not None:
+                        self._trained.append((weight, weight.requires_grad))
                         self._weights.append((path, module, name, weight, _version(weight)))
             for name, buffer in module._buffers.items():
                 version = 0 if buffer is None else _version(buffer)
@@ -109,18 +119,31 @@ class StateBefore:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Let the block see its buffers as they were, and whatever it does to them then be forgotten."""
-        if not self._buffers:
-            yield
-            return
-        now = [buffer.module._buffers.get(buffer.name) for buffer in self._buffers]
-        # A second copy, since another recomputation may come. The modes of selective checkpointing must not see it.
-        with _disable_current_modes():
-            copies = [None if buffer.copy is None else buffer.copy.clone() for buffer in self._buffers]
+        """Let the block be as it was, and whatever it does to its buffers meanwhile be forgotten.
+
+        That is, buffers have their values, modules are in training mode or not, and parameters require gradients or
+        not, as before the forward: by the time of the backward, another may have switched these.
+        """
+        modes = [(module, module.training) for module, training in self._modes if module.training != training]
+        trained = [(weight, weight.requires_grad) for weight, flag in self._trained if weight.requires_grad != flag]
+        buffers = [(buffer, buffer.module._buffers.get(buffer.name)) for buffer in self._buffers]
+        copies: list[torch.Tensor | None] = []
+        if buffers:
+            # A second copy, since another recomputation may come. The modes of selective checkpointing must not see it.
+            with _disable_current_modes():
+                copies = [None if buffer.copy is None else buffer.copy.clone() for buffer in self._buffers]
         try:
-            for buffer, copy in zip(self._buffers, copies, strict=True):
+            for module, training in modes:
+                module.training = not training
+            for weight, flag in trained:
+                weight.requires_grad = not flag
+            for (buffer, _), copy in zip(buffers, copies, strict=True):
                 buffer.rebind(copy)
             yield
         finally:
-            for buffer, value in zip(self._buffers, now, strict=True):
+            for module, training in modes:
+                module.training = training
+            for weight, flag in trained:
+                weight.requires_grad = flag
+            for buffer, value in buffers:
                 buffer.rebind(value)

@@ -117,15 +117,54 @@ def test_a_block_that_changes_its_own_weights() -> None:
         model(X).sum().backward()
 
 
-def test_gradients_and_requires_grad_may_change() -> None:
-    model = LM(MLPBlock, 2)
-    reference = copy.deepcopy(model)
-    checkpoint_blocks(model)
-    for each in (model, reference):
-        loss = each(TOKENS)
-        each.zero_grad()
-        for parameter in each.layers[0].parameters():
-            parameter.requires_grad_(False).requires_grad_(True)
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_weight_frozen_between_forward_and_backward(part: str) -> None:
+    """As when optimizers are toggled. The graph is that of the forward, so the recomputation must be too."""
+    plain = Net()
+    model = copy.deepcopy(plain)
+    checkpoint_blocks(model, blocks="layers.*")
+    for each in (plain, model):
+        loss = each(X).square().mean()
+        getattr(each.layers[1][0], part).requires_grad_(False)
         loss.backward()
-    for a, b in zip(model.parameters(), reference.parameters(), strict=True):
+        assert not getattr(each.layers[1][0], part).requires_grad
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)
+
+
+def test_evaluation_between_forward_and_backward_switches_dropout_and_batch_norm_off() -> None:
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)) for _ in range(2)])
+    model = copy.deepcopy(plain)
+    checkpoint_blocks(model)
+    for each in (plain, model):
+        torch.manual_seed(0)
+        loss = each(X).square().mean()
+        each.eval()
+        each(X)
+        loss.backward()
+        assert not any(module.training for module in each.modules())
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_lazy_modules_are_made_once() -> None:
+    """Their first call makes weights and buffers, and runs without checkpointing."""
+    lazy = nn.Sequential(nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh()))
+    checkpoint_blocks(lazy, blocks="0")
+    for count in (1, 2):
+        lazy(X).square().mean().backward()
+        assert lazy[0][1].num_batches_tracked == count
+
+
+def test_a_block_inside_a_block() -> None:
+    """Two selections, one inside the other: more is recomputed, and nothing is changed twice."""
+    plain = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Tanh()))
+    model = copy.deepcopy(plain)
+    checkpoint_blocks(model, blocks="0.1")
+    checkpoint_blocks(model, blocks="0")
+    for each in (plain, model):
+        each(X).square().mean().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(a, b)
