@@ -38,7 +38,7 @@ class Filter:
         self._device = device
         self._min_bytes = min_bytes
         self._state: set[int | None] | None = None
-        self._cast_shapes: set[tuple[int, ...]] = set()
+        self._frozen: dict[tuple[int, ...], set[torch.dtype]] = {}
 
     def reason_to_keep(self, tensor: Tensor) -> str | None:
         """Why ``tensor`` has to stay on the device, or ``None``."""
@@ -69,15 +69,18 @@ class Filter:
         if self._state is None:
             parameters = list(self._block.parameters())
             self._state = {storage_address(tensor) for tensor in _chain(parameters, self._block.buffers())}
-            self._cast_shapes = {tuple(weight.shape) for weight in parameters if not weight.requires_grad}
+            for weight in parameters:
+                if not weight.requires_grad:
+                    for shape in (tuple(weight.shape), tuple(weight.shape)[::-1]):  # casts are often saved transposed
+                        self._frozen.setdefault(shape, set()).add(weight.dtype)
         return self._state
 
     def _is_cast_of_weight(self, tensor: Tensor, base: Tensor) -> bool:
         """Whether autocast has made ``tensor`` from a parameter.
 
-        Of a trainable parameter the graph says so. The cast of a frozen one leaves no trace, so there the shape must
-        do; an activation needs no gradient and has the shape of a frozen weight too rarely to matter, and then only
-        stays.
+        Of a trainable parameter the graph says so. The cast of a frozen one leaves no trace (and inside of the
+        operation autocast says that it is off), so there shape and dtype must do: an activation that needs no gradient
+        and has the shape of a frozen weight in another dtype is too rare to matter, and then only stays.
         """
         made_by = base.grad_fn
         if made_by is not None:
@@ -85,9 +88,10 @@ class Filter:
                 return False
             origin = made_by.next_functions[0][0]
             return isinstance(getattr(origin, "variable", None), nn.Parameter)
-        if base.requires_grad or not torch.is_autocast_enabled(tensor.device.type):
+        if base.requires_grad or not base.is_floating_point():
             return False
-        return tuple(base.shape) in self._cast_shapes and base.dtype is torch.get_autocast_dtype(tensor.device.type)
+        dtypes = self._frozen.get(tuple(base.shape), set())
+        return bool(dtypes) and base.dtype not in dtypes
 
 
 def _chain(*groups: Iterable[Tensor]) -> Iterable[Tensor]:

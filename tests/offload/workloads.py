@@ -164,7 +164,6 @@ def several_graphs(device: SimulatedDevice, chance: random.Random) -> Iterator[s
                         going.clear()
         for plain, graph in pairs:
             yield from wrong("the input's gradient", plain.finish(), graph.finish())
-        del pairs, started, going, graph, plain
 
 
 @workload
