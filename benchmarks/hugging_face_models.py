@@ -3,10 +3,9 @@
     python benchmarks/hugging_face_models.py
 
 Four micro-batches with different numbers of targets make a cycle. One big batch: all of them padded to one length, in
-one forward and one backward, without a Trainer. Weights are float64; causal language models of Hugging Face compute their
-loss in float32, hence errors of 1e-7. The error is ``|g - g_big| / |g_big|`` over all parameters;
-the ratio is ``|g| / |g_big|``. Hugging Face's own Trainer gets the same micro-batches with
-``gradient_accumulation_steps=4``.
+one forward and one backward, without a Trainer. Weights are float64; language models of Hugging Face compute their loss
+in float32, hence errors of 1e-7. The error is ``|g - g_big| / |g_big|`` over all parameters; the ratio is ``|g| / |g_big|``.
+Hugging Face's own Trainer gets the same micro-batches with ``gradient_accumulation_steps=4``.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Case:
     Attributes:
         model: Class in ``transformers``.
         family: Name of its configuration.
-        labels: ``"tokens"``: one a token, with padding left out; ``"masked"``: on some tokens; ``"class"``: one a sample;
-            ``"packed"``: several sequences in a row, with ``shift_labels``.
+        labels: ``"tokens"``: one a token, with padding left out; ``"masked"``: on some tokens; ``"class"``: one a
+            sample; ``"packed"``: several sequences in a row, with ``shift_labels``.
         sizes: For the configuration.
     """
 

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_gacp.accumulation.cycle import AccumulationCycle, LossReduction
-from lightning_gacp.strategies.books import CycleBooks
+from lightning_gacp.strategies.advice import say_what_stays_idle
+from lightning_gacp.strategies.checkpoint import CycleCheckpoints
 from lightning_gacp.strategies.counting import ItemCount
 from lightning_gacp.strategies.fetching import CountingIterator, fetches_itself
 from lightning_gacp.strategies.gates import GACPOptimizer, OptimizerGate
@@ -51,7 +52,7 @@ class _NothingToStep(Exception):
     """Leaves the optimizer's step from inside its closure."""
 
 
-class AccumulationMixin(CycleBooks, _Base):
+class AccumulationMixin(CycleCheckpoints, _Base):
     """Exact gradient accumulation for a Lightning strategy: ``class MyStrategy(AccumulationMixin, TheirStrategy)``.
 
     One optimizer step over any partition of a batch into micro-batches, over any number of ranks, equals the step
@@ -98,9 +99,9 @@ class AccumulationMixin(CycleBooks, _Base):
         self._open_books()
         self._look_ahead: LookAhead | None = None
         self._wants_total = False
-        self._total_of_cycle = 0.0
         self._scaling: ManualScaling | None = None
         self._hooks: list[Any] = []
+        self._gated_schedulers: list[Any] = []
         self._trainers_value: int | None = None  # what to put back at teardown
         self._schedule_value = 0  # what our own schedule has set
         super().__init__(**kwargs)
@@ -145,15 +146,20 @@ class AccumulationMixin(CycleBooks, _Base):
             if isinstance(gate.optimizer, Optimizer):
                 self._hooks.append(gate.optimizer.register_step_pre_hook(gate.check_raw_step))
                 self._hooks.append(gate.optimizer.register_step_post_hook(gate.note_real_step))
-        this = weakref.proxy(self)
-        for config in self.lr_scheduler_configs:
-            interval = config.interval
-            gate_scheduler(config.scheduler, lambda interval=interval: this._scheduler_may_step(interval))  # type: ignore[misc]
+        self._gate_schedulers()
         if self._manual:
+            say_what_stays_idle(trainer)
             self._scaling = ManualScaling(self.precision_plugin, self._before_clipping)
         if self.settings.grad_dtype is not None:
             for gate in self._gates:
                 accumulate_in(gate.parameters, self.settings.grad_dtype)
+
+    def _gate_schedulers(self) -> None:
+        this = weakref.proxy(self)
+        for config in self.lr_scheduler_configs:
+            interval = config.interval
+            if gate_scheduler(config.scheduler, lambda interval=interval: this._scheduler_may_step(interval)):  # type: ignore[misc]
+                self._gated_schedulers.append(config.scheduler)
 
     @property
     def counting(self) -> str:
@@ -214,7 +220,9 @@ class AccumulationMixin(CycleBooks, _Base):
     def on_train_start(self) -> None:
         """Begins a run of the fit loop with clean books, whatever an earlier run left."""
         self._forget()
+        self._cycles = 0
         self.lost_micro_batches = 0
+        self._restore_cycle()
         super().on_train_start()
 
     def on_train_end(self) -> None:
@@ -229,8 +237,9 @@ class AccumulationMixin(CycleBooks, _Base):
     def teardown(self) -> None:
         """Takes every gate off again and gives the Trainer its own value back."""
         self._remove_gates()
-        for config in self.lr_scheduler_configs:
-            release_scheduler(config.scheduler)
+        for scheduler in self._gated_schedulers:
+            release_scheduler(scheduler)
+        self._gated_schedulers.clear()
         if self._scaling is not None:
             self._scaling.remove()
             self._scaling = None
@@ -269,6 +278,7 @@ class AccumulationMixin(CycleBooks, _Base):
         ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         if ready == 1:
             self._follow_schedule()
+            self._gate_schedulers()  # stochastic weight averaging puts one of its own in when an epoch starts
         if self._scaling is not None:
             self._scaling.finish()
         if self._cycle.closed:

@@ -13,22 +13,26 @@ from typing import Any
 _MARK = "_gacp_original_class"
 
 
-def gate_scheduler(scheduler: Any, may_step: Callable[[], bool]) -> None:
+def gate_scheduler(scheduler: Any, may_step: Callable[[], bool]) -> bool:
     """Makes ``scheduler.step`` do nothing while ``may_step()`` is false.
 
     Args:
         scheduler: Any object with a ``step`` method.
         may_step: Asked at each call.
+
+    Returns:
+        Whether it had no gate yet.
     """
     original = type(scheduler)
     if hasattr(original, _MARK):
-        return
+        return False
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.step(self, *args, **kwargs) if may_step() else None
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, _MARK: original, "step": step}
     scheduler.__class__ = type(original.__name__, (original,), names)
+    return True
 
 
 def release_scheduler(scheduler: Any) -> None:
