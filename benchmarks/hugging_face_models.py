@@ -4,8 +4,8 @@
 
 Four micro-batches with different numbers of targets make a cycle. One big batch: all of them padded to one length, in
 one forward and one backward, without a Trainer. Weights are float64; language models of Hugging Face compute their loss
-in float32, hence errors of 1e-7. The error is ``|g - g_big| / |g_big|`` over all parameters; the ratio is ``|g| / |g_big|``.
-Hugging Face's own Trainer gets the same micro-batches with ``gradient_accumulation_steps=4``.
+in float32, hence errors of 1e-7. The error is ``|g - g_big| / |g_big|`` over all parameters, the ratio
+``|g| / |g_big|``. Hugging Face's own Trainer gets the same micro-batches with ``gradient_accumulation_steps=4``.
 """
 
 from __future__ import annotations

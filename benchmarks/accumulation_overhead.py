@@ -1,0 +1,218 @@
+"""What a micro-batch costs on top of a bare PyTorch loop: with Lightning's own accumulation, and with ours.
+
+    python benchmarks/accumulation_overhead.py
+
+Three loops over the same micro-batches in one process: a bare loop, ``Trainer(accumulate_grad_batches=8)``, and the same
+with ``GACPStrategy``. They take turns, and processor time of one thread is measured, so that a machine with other work to
+do does not blur the figures; each is a median over the turns. It also counts host synchronisations: the reads of a tensor's value (``item``, ``bool``) between
+the first micro-batch and the last, beyond what the module does itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import time
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+import lightning_gacp as gacp
+
+CYCLE = 8
+Batch = tuple[Tensor, Tensor]
+
+
+class Classifier(L.LightningModule):
+    """A perceptron; its width and batch set how long a micro-batch takes.
+
+    Args:
+        width: Of each layer.
+        manual: Optimize by hand.
+    """
+
+    def __init__(self, width: int, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers: list[torch.nn.Module] = []
+        for _ in range(6):
+            layers += [torch.nn.Linear(width, width), torch.nn.ReLU()]
+        self.net = torch.nn.Sequential(*layers, torch.nn.Linear(width, 10))
+        self.automatic_optimization = not manual
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Cross entropy, a mean over samples."""
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The loss; by hand, also the step."""
+        loss = self.loss(batch)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Clock(L.Callback):
+    """Seconds of processor time between the starts of the first and the last micro-batch."""
+
+    def __init__(self) -> None:
+        self.first = self.last = 0.0
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        """Note the time."""
+        self.last = time.process_time()
+        if batch_idx == 0:
+            self.first = self.last
+
+
+def make_batches(width: int, size: int, number: int) -> list[Batch]:
+    """``number`` micro-batches of ``size`` samples."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(size, width, generator=generator)
+    return [(inputs, torch.randint(10, (size,), generator=generator)) for _ in range(number)]
+
+
+def bare(width: int, batches: list[Batch]) -> float:
+    """Seconds of processor time for all but the last micro-batch of a bare loop."""
+    module = Classifier(width)
+    optimizer = module.configure_optimizers()
+    start = time.process_time()
+    for i, batch in enumerate(batches[:-1]):
+        if i % CYCLE == 0:
+            optimizer.zero_grad()
+        (module.loss(batch) / CYCLE).backward()  # type: ignore[no-untyped-call]
+        if (i + 1) % CYCLE == 0:
+            optimizer.step()
+    return time.process_time() - start
+
+
+def trained(width: int, batches: list[Batch], ours: bool, manual: bool = False) -> float:
+    """Seconds of processor time between the starts of the first and the last micro-batch under a Trainer."""
+    clock = Clock()
+    how: dict[str, Any] = {"accumulate_grad_batches": CYCLE}
+    if ours:
+        how = {"strategy": gacp.GACPStrategy(accumulate_grad_batches=CYCLE)}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+        **how,
+    )
+    trainer.fit(Classifier(width, manual), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    return clock.last - clock.first
+
+
+def timings(width: int, size: int, number: int, turns: int) -> dict[str, list[float]]:
+    """Microseconds per micro-batch of each loop, one figure a turn; the loops take turns in rotating order."""
+    batches = make_batches(width, size, number)
+    loops = {
+        "bare loop": lambda: bare(width, batches),
+        "Lightning": lambda: trained(width, batches, ours=False),
+        "ours": lambda: trained(width, batches, ours=True),
+        "ours, manual": lambda: trained(width, batches, ours=True, manual=True),
+    }
+    found: dict[str, list[float]] = {name: [] for name in loops}
+    names = list(loops)
+    for name in names:
+        loops[name]()  # warm up
+    for turn in range(turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            found[name].append(loops[name]() / (number - 1) * 1e6)
+    return found
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of tensors' values, each of which would make the host wait for an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass on and count."""
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class CountReads(L.Callback):
+    """Reads from the start of a micro-batch to the start of the next: counted on the device's side of the counting."""
+
+    def __init__(self) -> None:
+        self.reads = Reads()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """From here, the batch has been counted on the host and is on the device."""
+        self.reads.__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Until here."""
+        self.reads.__exit__(None, None, None)
+
+
+def synchronisations(ours: bool, manual: bool = False, micro_batches: int = 4 * CYCLE) -> int:
+    """Reads of values on the device in a run of ``micro_batches``: hooks, forward, backward and steps."""
+    counter = CountReads()
+    how: dict[str, Any] = {"accumulate_grad_batches": CYCLE}
+    if ours:
+        how = {"strategy": gacp.GACPStrategy(accumulate_grad_batches=CYCLE)}
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[counter],
+        **how,
+    )
+    data = DataLoader(make_batches(8, 4, micro_batches), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(Classifier(8, manual), data)
+    return counter.reads.count
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--turns", type=int, default=15)
+    turns = parser.parse_args().turns
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print(f"microseconds per micro-batch, cycles of {CYCLE}: median of {turns} turns")
+    print(f"{'micro-batch':<14}{'loop':<16}{'time':>10}{'over Lightning':>18}{'(quartiles)':>20}")
+    for label, width, size, number in (("about 1 ms", 160, 32, 320), ("about 30 ms", 512, 192, 32)):
+        found = timings(width, size, number, turns)
+        for name, values in found.items():
+            over = [a - b for a, b in zip(values, found["Lightning"], strict=True)]
+            low, middle, high = statistics.quantiles(over, n=4)
+            print(
+                f"{label:<14}{name:<16}{statistics.median(values):>10.1f}{middle:>18.1f}"
+                f"{f'{low:.1f} to {high:.1f}':>20}"
+            )
+    print("reads of a value per micro-batch, on the device's side (each would wait for an accelerator)")
+    for label, ours, manual in (("Lightning", False, False), ("ours", True, False), ("ours, manual", True, True)):
+        print(f"{label:<30}{synchronisations(ours, manual) / (4 * CYCLE):.2f}")
+
+
+if __name__ == "__main__":
+    main()
