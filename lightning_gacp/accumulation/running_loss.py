@@ -35,6 +35,15 @@ class RunningLoss:
         # Prescaled losses were divided by all items that the step averages over.
         return self._sum * ((cycle.total_items if cycle.average_across_ranks else cycle.items) / cycle.items)
 
+    @property
+    def total(self) -> Tensor | None:
+        """The sum so far, a 0-dim tensor; ``None`` before the first loss."""
+        return self._sum
+
+    def restore(self, total: float | None, device: torch.device) -> None:
+        """Continues from a sum that ``total`` gave."""
+        self._sum = None if total is None else torch.tensor(total, device=device)
+
     def reset(self) -> None:
         """Starts the next cycle."""
         if self._sum is not None:

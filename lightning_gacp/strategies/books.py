@@ -71,6 +71,8 @@ class CycleBooks(_Base):
         self._step_skipped = False
         self._frees = False
         self._factor_due = 1.0
+        self._total_of_cycle = 0.0
+        self._cycles = 0
         self.cycle_result: CycleResult | None = None
         self.lost_micro_batches = 0
 
@@ -83,6 +85,11 @@ class CycleBooks(_Base):
     def _ranks(self) -> int:
         """Number of ranks whose gradients are averaged."""
         return 1
+
+    @property
+    def _rank(self) -> int:
+        """Which of them this is."""
+        return 0
 
     def _sum_over_ranks(self, values: Any) -> Any:
         """Adds up a list of numbers over the ranks whose gradients are averaged, on the host."""
@@ -247,13 +254,14 @@ class CycleBooks(_Base):
         self._finished = True
         cycle = self._cycle
         self.cycle_result = CycleResult(
-            index=0 if self.cycle_result is None else self.cycle_result.index + 1,
+            index=self._cycles,
             micro_batches=cycle.micro_batches,
             num_items=cycle.items,
             total_items=cycle.total_items,
             stepped=not self._step_skipped,
             loss=self._running_loss.mean(cycle),
         )
+        self._cycles += 1
 
     def _start_cycle(self) -> None:
         self._cycle.reset()
@@ -278,18 +286,22 @@ class CycleBooks(_Base):
                 raise MisconfigurationException(gate.irregular_message())
 
     def _discard(self, why: str) -> None:
-        lost = self._cycle.micro_batches
+        self._lose(self._cycle.micro_batches, why)
+        self._forget()
+
+    def _lose(self, lost: int, why: str) -> None:
+        if not lost:
+            return
         self.lost_micro_batches += lost
         rank_zero_warn(
             f"{lost} micro-batches were lost: {why}. Their gradients are discarded; no step was taken with them."
         )
-        self._forget()
 
     def _forget(self) -> None:
-        """Drops an open cycle with its gradients."""
-        was_open = self._cycle.open
+        """Drops a cycle that was not stepped with, and its gradients."""
+        unfinished = self._cycle.micro_batches > 0 and not self._finished
         self._start_cycle()
-        if was_open:
+        if unfinished:
             for gate in self._gates:
                 for parameter in gate.parameters:
                     parameter.grad = None

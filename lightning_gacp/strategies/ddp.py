@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_gacp.accumulation.gradients import zero_loss
 from lightning_gacp.strategies.mixin import AccumulationMixin
-from lightning_gacp.strategies.ranks import HostSum
+from lightning_gacp.strategies.ranks import HostSum, average_over_ranks
 from lightning_gacp.strategies.single_device import register
 
 
@@ -49,8 +49,17 @@ class GACPDDPStrategy(AccumulationMixin, DDPStrategy):
     def _ranks(self) -> int:
         return self.world_size
 
+    @property
+    def _rank(self) -> int:
+        return self.global_rank
+
+    def _for_checkpoint(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        parameters = [parameter for gate in self._gates for parameter in gate.parameters]
+        return average_over_ranks(gradients, parameters, self._sum_over_ranks)
+
     def _sum_over_ranks(self, values: Sequence[float]) -> Sequence[float]:
-        assert self._host_sum is not None
+        if self._host_sum is None:  # a hook before `setup` asks for the length of the train loader
+            self._host_sum = HostSum()
         return self._host_sum(values)
 
     def _synced(self, last: bool) -> AbstractContextManager[Any]:

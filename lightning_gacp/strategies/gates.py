@@ -23,6 +23,9 @@ from torch.optim import Optimizer
 
 from lightning_gacp.accumulation.gradients import SetAside
 
+# What a gate remembers from one micro-batch to the next.
+_STATE = ("steps", "backwards", "_holds_earlier", "_dirty", "_consumed", "_zeroes_every_time")
+
 
 class CycleView(Protocol):
     """What a gate needs to know about the cycle; the strategy is it."""
@@ -71,6 +74,15 @@ class OptimizerGate:
         self._holds_earlier = False
         self._dirty = False
         self.start_micro_batch()
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """The books inside an open cycle, as plain numbers."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Continues inside the cycle that ``state_dict`` was taken in."""
+        for name in _STATE:
+            setattr(self, name, state[name])
 
     def start_micro_batch(self) -> None:
         """Begins the next micro-batch."""

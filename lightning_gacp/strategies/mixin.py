@@ -14,12 +14,14 @@ How a micro-batch goes through it, in order:
 from __future__ import annotations
 
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -35,7 +37,7 @@ from lightning_gacp.strategies.counting import ItemCount
 from lightning_gacp.strategies.fetching import CountingIterator, fetches_itself
 from lightning_gacp.strategies.gates import GACPOptimizer, OptimizerGate
 from lightning_gacp.strategies.grad_dtype import accumulate_in, accumulate_in_own, cast_to_own
-from lightning_gacp.strategies.lookahead import LookAhead
+from lightning_gacp.strategies.lookahead import LookAhead, is_stateful, shortest
 from lightning_gacp.strategies.scaling import ManualScaling
 from lightning_gacp.strategies.schedulers import gate_scheduler, release_scheduler
 from lightning_gacp.strategies.settings import Settings
@@ -197,10 +199,18 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             )
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Puts the look-ahead on the train loader where ``training_step`` asks for the items of the whole cycle."""
+        """Puts the look-ahead on the train loader, where something needs it (see ``lookahead.py``)."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self._trainer
-        if not (trainer.training and _names_argument(trainer.lightning_module.training_step, _TOTAL)):
+        if not trainer.training:
+            return dataloader
+        length, ranks = sized_len(dataloader), self._ranks
+        if ranks > 1:
+            length = shortest(dataloader, self._rank, ranks, self._sum_over_ranks)
+        sum_over_ranks = self._sum_over_ranks if ranks > 1 and length is None else None
+        if not _names_argument(trainer.lightning_module.training_step, _TOTAL):
+            if (length is None and (ranks > 1 or is_stateful(dataloader))) or length != sized_len(dataloader):
+                return LookAhead(dataloader, None, trainer, sum_over_ranks, ranks, length)
             return dataloader
         if _names_argument(trainer.lightning_module.training_step, "dataloader_iter"):
             raise MisconfigurationException(
@@ -214,7 +224,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
                 " into one loader, or hand the count over with the loss."
             )
         assert self._count is not None
-        self._look_ahead = LookAhead(dataloader, self._count, trainer)
+        self._look_ahead = LookAhead(dataloader, self._count, trainer, sum_over_ranks, ranks, length)
         return self._look_ahead
 
     def on_train_start(self) -> None:
@@ -234,8 +244,25 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         if self._cycle.open:
             self._discard("training ended inside a cycle")
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Says what is lost with the cycle that was interrupted, unless a checkpoint has just carried it away."""
+        super().on_exception(exception)
+        carried = self._carried == (self._cycles, self._cycle.micro_batches)
+        running = self._cycle.closed and not self._finished
+        refused = isinstance(exception, MisconfigurationException)
+        if (
+            self._trainer.state.fn == TrainerFn.FITTING
+            and not refused
+            and (running or (self._cycle.open and not carried))
+        ):
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")  # as an error it would take the place of the exception
+                self._discard(f"`{type(exception).__name__}` interrupted their cycle")
+
     def teardown(self) -> None:
         """Takes every gate off again and gives the Trainer its own value back."""
+        self._forget()
+        self._to_restore = self._carried = None
         self._remove_gates()
         for scheduler in self._gated_schedulers:
             release_scheduler(scheduler)
@@ -286,7 +313,11 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             self._finish_cycle()
             self._start_cycle()
         elif self._cycle.open and (ready - 1) % trainer.accumulate_grad_batches == 0:
-            self._discard("the epoch ended inside a cycle")
+            # At 1 an epoch begins; elsewhere its last micro-batch was skipped (`None`), or its closure never called.
+            self._discard(
+                f"{'the epoch ended' if ready == 1 else 'nothing was trained on at its end, and so it ended'}"
+                " inside a cycle"
+            )
         if not self._cycle.open:
             self._release_gradients()
         for gate in self._gates:

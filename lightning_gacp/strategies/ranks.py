@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 
 class HostSum:
@@ -28,3 +29,30 @@ class HostSum:
         numbers = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(numbers, group=self._group)
         return [number / self._duplicates for number in numbers.tolist()]
+
+
+def average_over_ranks(
+    gradients: Sequence[Tensor | None],
+    parameters: Sequence[Tensor],
+    sum_over_ranks: Callable[[Sequence[float]], Sequence[float]],
+) -> list[Tensor | None]:
+    """Averages gradients over all ranks; a collective call. A gradient that is missing on a rank counts as zero there.
+
+    Args:
+        gradients: This rank's gradients.
+        parameters: Their parameters.
+        sum_over_ranks: Adds up a list of numbers over the ranks.
+
+    Returns:
+        Copies on the host; ``None`` where no rank has a gradient.
+    """
+    found = sum_over_ranks([float(gradient is not None) for gradient in gradients])
+    averages: list[Tensor | None] = []
+    for gradient, parameter, ranks_with_it in zip(gradients, parameters, found, strict=True):
+        if not ranks_with_it:
+            averages.append(None)
+            continue
+        mean = torch.zeros_like(parameter) if gradient is None else gradient.detach().to_dense().clone()
+        dist.all_reduce(mean)
+        averages.append((mean / dist.get_world_size()).cpu())
+    return averages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_gacp.strategies.checkpoint import KEY
 from lightning_gacp.strategies.mixin import AccumulationMixin
 from lightning_gacp.strategies.ranks import HostSum
+from lightning_gacp.strategies.sharded_checkpoint import copy_whole, distribute_like, read_shards, write_shards
 from lightning_gacp.strategies.single_device import register
 
 
@@ -67,7 +70,8 @@ class ShardedAccumulation(AccumulationMixin):
         return 1
 
     def _sum_over_ranks(self, values: Sequence[float]) -> Sequence[float]:
-        assert self._host_sum is not None
+        if self._host_sum is None:  # a hook before `setup` asks for the length of the train loader
+            self._host_sum = HostSum(self._duplicates)
         return self._host_sum(values)
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -121,6 +125,30 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
         return int(self.device_mesh["data_parallel"].size())
 
     @property
+    def _rank(self) -> int:
+        return int(self.device_mesh["data_parallel"].get_local_rank())
+
+    @property
+    def _cannot_carry(self) -> str:
+        return "with `defer_gradient_sync=True` its gradients are out of reach" if self.defer_gradient_sync else ""
+
+    def _for_checkpoint(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        return gradients if self._save_distributed_checkpoint else [copy_whole(gradient) for gradient in gradients]
+
+    def _from_checkpoint(self, gradient: Tensor, parameter: Tensor) -> Tensor:
+        return distribute_like(parameter, super()._from_checkpoint(gradient, parameter))
+
+    def _write_gradients(self, cycle: dict[str, Any], filepath: Any) -> None:
+        if self._save_distributed_checkpoint:
+            folder = Path(self.broadcast(filepath)) / KEY
+            cycle.update(write_shards(folder, cycle["gradients"], cycle["aside"], self.is_global_zero))
+
+    def _read_gradients(self, cycle: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        if isinstance(cycle["gradients"], dict):
+            return super()._read_gradients(cycle)
+        return read_shards(Path(self.broadcast(self._restored_from)) / KEY, cycle, [g.parameters for g in self._gates])
+
+    @property
     def _duplicates(self) -> int:
         return int(self.device_mesh["tensor_parallel"].size())
 
@@ -172,6 +200,14 @@ class GACPFSDPStrategy(ShardedAccumulation, FSDPStrategy):
     def gradients_are_views(self) -> bool:
         """Gradients are views of the flat gradient of their FSDP unit."""
         return True
+
+    @property
+    def _rank(self) -> int:
+        return self.global_rank
+
+    @property
+    def _cannot_carry(self) -> str:
+        return "`FSDPStrategy` keeps gradients in flat shards, which no other number of ranks could read"
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

@@ -1,0 +1,76 @@
+"""The gradients of an open cycle under FSDP2: whole in a whole checkpoint, as shards beside those of the weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import load, save
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+Named = dict[str, Tensor]
+
+
+def copy_whole(gradient: Tensor | None) -> Tensor | None:
+    """The whole gradient on the host; a collective call. A reduced gradient is the mean over ranks already."""
+    if gradient is None:
+        return None
+    gradient = gradient.detach()
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).to("cpu", copy=True)
+
+
+def distribute_like(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Shards a whole gradient, which every rank has, as ``parameter`` is sharded."""
+    if not isinstance(parameter, DTensor) or isinstance(gradient, DTensor):
+        return gradient
+    return distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def write_shards(folder: Path, gradients: Named, aside: Named, is_first: bool) -> dict[str, list[str]]:
+    """Writes every rank's shards into ``folder``; a collective call.
+
+    Args:
+        folder: In the checkpoint's; the shards of an earlier checkpoint there are removed.
+        gradients: By optimizer and place in it.
+        aside: Those set aside.
+        is_first: Whether this is the rank that removes files.
+
+    Returns:
+        What stands for them in the checkpoint itself: their names.
+    """
+    if is_first:
+        if folder.parent.is_file():  # Lightning replaces it by a folder too
+            folder.parent.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    torch.distributed.barrier()
+    save({**_flat("gradients", gradients), **_flat("aside", aside)}, checkpoint_id=folder)
+    return {"gradients": list(gradients), "aside": list(aside)}
+
+
+def read_shards(folder: Path, state: dict[str, Any], parameters: Sequence[Sequence[Tensor]]) -> tuple[Named, Named]:
+    """Reads what ``write_shards`` wrote, for any number of ranks; a collective call.
+
+    Args:
+        folder: The one written to.
+        state: The names, as ``write_shards`` returned them.
+        parameters: Of each optimizer.
+
+    Returns:
+        The gradients, and those set aside, sharded as the parameters are.
+    """
+    named = {f"{i}.{j}": p for i, group in enumerate(parameters) for j, p in enumerate(group)}
+    gradients, aside = (
+        {name: torch.zeros_like(named[name], dtype=getattr(named[name], "grad_dtype", None)) for name in state[kind]}
+        for kind in ("gradients", "aside")
+    )
+    load({**_flat("gradients", gradients), **_flat("aside", aside)}, checkpoint_id=folder)
+    return gradients, aside
+
+
+def _flat(kind: str, tensors: Named) -> dict[str, Any]:
+    return {f"{kind}.{name}": tensor.detach() for name, tensor in tensors.items()}
