@@ -21,7 +21,8 @@ class RunningLoss:
         if self._sum is None or self._sum.device != loss.device:
             dtype = torch.float64 if loss.dtype == torch.float64 else torch.float32
             self._sum = torch.zeros((), dtype=dtype, device=loss.device)
-        self._sum.add_(loss.detach().reshape(()), alpha=factor)
+        loss = loss.detach()
+        self._sum.add_(loss if loss.ndim == 0 else loss.reshape(()), alpha=factor)
 
     def mean(self, cycle: AccumulationCycle) -> Tensor | None:
         """The mean over the cycle's items on this rank: a new 0-dim tensor; ``None`` without items.

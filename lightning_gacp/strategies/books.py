@@ -19,6 +19,7 @@ from lightning_gacp.accumulation.cycle import AccumulationCycle, CycleResult, Mi
 from lightning_gacp.accumulation.gradients import scale_
 from lightning_gacp.accumulation.running_loss import RunningLoss
 from lightning_gacp.strategies.counting import ItemCount
+from lightning_gacp.strategies.finite import all_finite
 from lightning_gacp.strategies.gates import OptimizerGate
 from lightning_gacp.strategies.settings import Settings
 
@@ -75,6 +76,8 @@ class CycleBooks(_Base):
         self._cycles = 0
         self.cycle_result: CycleResult | None = None
         self.lost_micro_batches = 0
+        self.skipped_cycles = 0
+        self._not_finite = False  # whether this cycle has been found so
 
     # ---------------------------------------------------------------- what the parallel strategies override
 
@@ -195,8 +198,12 @@ class CycleBooks(_Base):
         aside = [gradient for gate in self._gates for gradient in gate.aside.tensors()]
         scale_([*(parameter.grad for parameter in parameters), *aside], factor)
 
-    def ready_to_step(self) -> bool:
-        """Brings the gradients of a closing cycle to their final value; whether there is anything to step with."""
+    def ready_to_step(self, gate: OptimizerGate | None = None) -> bool:
+        """Brings the gradients of a closing cycle to their final value; whether there is anything to step with.
+
+        Args:
+            gate: Whose optimizer is about to step, or to be clipped.
+        """
         current = self._current
         if current is None or not current.last:
             return True
@@ -204,7 +211,7 @@ class CycleBooks(_Base):
         factor, self._factor_due = self._factor_due, 1.0
         self._scale_gathered(factor)
         if not self._cycle.empty:
-            return True
+            return gate is None or not self._skips_non_finite(gate)
         if not self._step_skipped:
             self._step_skipped = True
             rank_zero_warn(
@@ -212,6 +219,27 @@ class CycleBooks(_Base):
                 " averages over): it was skipped, without a step of the optimizer or the learning-rate schedule."
             )
         return False
+
+    def _skips_non_finite(self, gate: OptimizerGate) -> bool:
+        if not self.settings.skip_non_finite:
+            return False
+        if not self._not_finite:
+            tensors = [self._running_loss.total]
+            if getattr(self.precision_plugin, "scaler", None) is None:
+                tensors += [*(parameter.grad for parameter in gate.parameters), *gate.aside.tensors()]
+            self._not_finite = self._sum_over_ranks([float(not all_finite(tensors))])[0] > 0
+            if not self._not_finite:
+                return False
+            self.skipped_cycles += 1
+            self._lose(
+                self._cycle.micro_batches,
+                "a loss or a gradient of their cycle is infinite or NaN, and `skip_non_finite` skips it on all ranks",
+            )
+        self._step_skipped = True
+        gate.aside.clear()
+        for parameter in gate.parameters:
+            parameter.grad = None
+        return True
 
     # ---------------------------------------------------------------- what the gates ask
 
@@ -240,7 +268,9 @@ class CycleBooks(_Base):
             return True
         assert self.lightning_module is not None
         if not self._manual:
-            return interval != "step" or not self._step_skipped
+            ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            stepped = not self._step_skipped and self._current is not None and self._current.ready == ready
+            return interval != "step" or stepped
         if self.lightning_module._current_fx_name not in _BATCH_HOOKS or self._current is None:
             return True
         return self._current.last and not self._step_skipped
@@ -265,7 +295,7 @@ class CycleBooks(_Base):
 
     def _start_cycle(self) -> None:
         self._cycle.reset()
-        self._finished = False
+        self._finished = self._not_finite = False
         self._current = None
         self._running_loss.reset()
         for gate in self._gates:
@@ -285,6 +315,22 @@ class CycleBooks(_Base):
             if gate.irregular() and self._trainer.accumulate_grad_batches > 1:
                 raise MisconfigurationException(gate.irregular_message())
 
+    def _check_leaks(self) -> None:
+        """At the end of a cycle: what was gathered and never stepped with must not leak into the next one.
+
+        By the books only: gradients that another optimizer's loss has left (a GAN's) are nobody's business.
+        """
+        if self._current is None or self._current.length == 1:
+            return
+        leaking = [gate for gate in self._gates if gate.aside or (self.has_one_optimizer() and gate.holds_unstepped())]
+        if leaking:
+            names = ", ".join(f"`{type(gate.optimizer).__name__}`" for gate in leaking)
+            self._lose(self._cycle.micro_batches, f"their cycle ended without a step of {names}")
+            self._step_skipped = True
+        for gate in leaking:
+            for parameter in gate.parameters:
+                parameter.grad = None
+
     def _discard(self, why: str) -> None:
         self._lose(self._cycle.micro_batches, why)
         self._forget()
@@ -294,7 +340,8 @@ class CycleBooks(_Base):
             return
         self.lost_micro_batches += lost
         rank_zero_warn(
-            f"{lost} micro-batches were lost: {why}. Their gradients are discarded; no step was taken with them."
+            f"{lost} micro-batch{'es were' if lost > 1 else ' was'} lost: {why}. Their gradients are discarded; no step"
+            " was taken with them."
         )
 
     def _forget(self) -> None:

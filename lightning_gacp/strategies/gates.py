@@ -36,7 +36,7 @@ class CycleView(Protocol):
     def closes_cycle(self) -> bool:
         """Whether the micro-batch that runs is the last one of its cycle."""
 
-    def ready_to_step(self) -> bool:
+    def ready_to_step(self, gate: OptimizerGate | None = None) -> bool:
         """Brings the gradients to their final value; whether there is anything to step with."""
 
     def has_one_optimizer(self) -> bool:
@@ -139,7 +139,7 @@ class OptimizerGate:
         return self._for_real(step, None if closure is None else lambda: output, **kwargs)
 
     def _step_ungated(self, step: Callable[..., Any], closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        if closure is None and not self._cycle.ready_to_step() and all(p.grad is None for p in self.parameters):
+        if closure is None and not self._cycle.ready_to_step(self) and all(p.grad is None for p in self.parameters):
             return None
         return self._for_real(step, closure, **kwargs)
 
@@ -149,9 +149,17 @@ class OptimizerGate:
             output = step(closure, **kwargs)
         finally:
             self._inside = False
+        self.note_step()
+        return output
+
+    def note_step(self) -> None:
+        """Whatever is in ``.grad`` has been stepped with, or skipped as a whole."""
         self._consumed = True
         self._holds_earlier = self._dirty = False
-        return output
+
+    def holds_unstepped(self) -> bool:
+        """Whether a backward has run since the last step and the last ``zero_grad``."""
+        return self._dirty
 
     def complete(self) -> bool:
         """Makes ``.grad`` the gradient of the whole cycle: scaled to its end, with what was set aside.
@@ -159,10 +167,11 @@ class OptimizerGate:
         Returns:
             Whether there is anything to step with.
         """
-        ready = self._cycle.ready_to_step()
+        ready = self._cycle.ready_to_step(self)
         if self.aside:
             self.aside.put_back(self.parameters, add=True)
         if not ready:
+            self.note_step()
             for parameter in self.parameters:
                 parameter.grad = None
         return ready
@@ -180,6 +189,7 @@ class OptimizerGate:
                 self.aside.put_back(self.parameters)
                 self._holds_earlier, self._dirty = True, False
         elif not self._holds_earlier:
+            self._dirty = False
             zero_grad(*args, **kwargs)
         elif self._dirty:
             raise MisconfigurationException(

@@ -78,11 +78,15 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             They stay where a module or callback has an ``on_before_zero_grad`` hook, which may read them.
         grad_dtype: The dtype in which gradients are accumulated, e.g. ``float32`` under ``bf16-true``. ``None``:
             that of the parameters.
+        skip_non_finite: Whether a cycle in which a loss or a gradient is infinite or NaN, on any rank, is skipped on
+            all ranks: no step, no move of a learning-rate schedule, and one warning. It asks the device once a cycle.
+            With a gradient scaler only losses are looked at: infinite gradients are what the scaler skips itself.
         **kwargs: For the Lightning strategy underneath.
 
     Attributes:
         cycle_result: The last finished cycle, for loggers; ``None`` before the first.
         lost_micro_batches: Micro-batches that were run and never stepped with, in this fit.
+        skipped_cycles: Cycles that ``skip_non_finite`` has skipped, in this fit.
     """
 
     def __init__(
@@ -93,10 +97,17 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         average_across_ranks: bool = True,
         free_gradients: bool = True,
         grad_dtype: torch.dtype | str | None = None,
+        skip_non_finite: bool = False,
         **kwargs: Any,
     ) -> None:
         self.settings = Settings.checked(
-            accumulate_grad_batches, num_items, loss_reduction, average_across_ranks, free_gradients, grad_dtype
+            accumulate_grad_batches,
+            num_items,
+            loss_reduction,
+            average_across_ranks,
+            free_gradients,
+            grad_dtype,
+            skip_non_finite,
         )
         self._open_books()
         self._look_ahead: LookAhead | None = None
@@ -230,8 +241,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
     def on_train_start(self) -> None:
         """Begins a run of the fit loop with clean books, whatever an earlier run left."""
         self._forget()
-        self._cycles = 0
-        self.lost_micro_batches = 0
+        self._cycles = self.lost_micro_batches = self.skipped_cycles = 0
         self._restore_cycle()
         super().on_train_start()
 
@@ -310,6 +320,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             self._scaling.finish()
         if self._cycle.closed:
             self._check_regular()
+            self._check_leaks()
             self._finish_cycle()
             self._start_cycle()
         elif self._cycle.open and (ready - 1) % trainer.accumulate_grad_batches == 0:
@@ -418,19 +429,24 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         **kwargs: Any,
     ) -> Any:
         """Steps at the end of a cycle; a cycle without items steps on no rank, runs no hook and moves no schedule."""
-        if not self._active and self._trainer.fit_loop._skip_backward:
+        trainer = self._trainer
+        if not self._active and trainer.fit_loop._skip_backward:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         gate = next((gate for gate in self._gates if gate.optimizer is optimizer), None)
 
         def checked() -> Any:
             result = closure()
             if not self._manual:
-                if not self.ready_to_step():
+                if not self.ready_to_step(gate):
                     raise _NothingToStep
                 if result is None and self._cycle.items > 0:
                     # The last micro-batch gave no loss. The precision plugin reads `None` as "no gradients": there
                     # are some.
                     result = torch.zeros((), device=self.root_device)
+                elif result is None and trainer.accumulate_grad_batches > 1:
+                    # Nor did any other: no step, so no move of the schedule. (In cycles of 1 Lightning makes both.)
+                    self._step_skipped = True
+                    raise _NothingToStep
             if gate is not None and self.settings.grad_dtype is not None:
                 cast_to_own(gate.parameters)
             return result
@@ -455,6 +471,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         finally:
             if gate is not None:
                 gate._inside = False
+                gate.note_step()
                 if self.settings.grad_dtype is not None:
                     accumulate_in(gate.parameters, self.settings.grad_dtype)
         if not self._manual:

@@ -24,6 +24,7 @@ class Settings:
         average_across_ranks: Whether the mean is over the items of all ranks.
         free_gradients: Whether gradients are released before the next cycle's first forward.
         grad_dtype: The dtype in which gradients are accumulated; ``None``: the parameter's.
+        skip_non_finite: Whether a cycle with an infinite or NaN loss or gradient is skipped.
     """
 
     accumulate_grad_batches: int | dict[int, int] | None
@@ -32,6 +33,7 @@ class Settings:
     average_across_ranks: bool
     free_gradients: bool
     grad_dtype: torch.dtype | None
+    skip_non_finite: bool
 
     @classmethod
     def checked(
@@ -42,6 +44,7 @@ class Settings:
         average_across_ranks: bool,
         free_gradients: bool,
         grad_dtype: torch.dtype | str | None,
+        skip_non_finite: bool,
     ) -> Settings:
         """Checks the arguments as the user gave them.
 
@@ -61,6 +64,7 @@ class Settings:
             average_across_ranks=average_across_ranks,
             free_gradients=free_gradients,
             grad_dtype=_checked_dtype(grad_dtype),
+            skip_non_finite=skip_non_finite,
         )
 
     @property
