@@ -54,6 +54,7 @@ class Current:
         self.items = items
         self.step: MicroBatch | None = None  # once its count has entered the cycle
         self.handed_over: float | None = None
+        self.fetches = False  # whether the module fetches its batches itself
 
 
 class CycleBooks(_Base):
@@ -143,6 +144,21 @@ class CycleBooks(_Base):
     def _guesses(self) -> bool:
         """Whether nobody has said what to count."""
         return self.settings.counter == "auto"
+
+    def _keep_from_zeroing(self) -> None:
+        """Where the module fetches its batches, Lightning's index lags, and so gradients are zeroed inside a cycle."""
+        for gate in self._gates:
+            if self._cycle.open:
+                gate.aside.take(gate.parameters, copy=self.gradients_are_views())
+            else:
+                for parameter in gate.parameters:
+                    parameter.grad = None
+
+    def _give_back_kept(self) -> None:
+        if self._current is not None and self._current.fetches and not self._manual:
+            for gate in self._gates:
+                if gate.aside:
+                    gate.aside.put_back(gate.parameters, add=True)
 
     def _note_fetched(self, batch: Any) -> None:
         """Counts a batch that the module fetched itself; a step over several of them has their items."""

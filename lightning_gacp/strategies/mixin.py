@@ -358,9 +358,11 @@ class AccumulationMixin(CycleCheckpoints, _Base):
                 self._total_of_cycle = float(self._sum_over_ranks([items])[0]) if across else items
             kwargs[_TOTAL] = self._total_of_cycle
         if fetches_itself(args):
-            current.items = None
+            current.items, current.fetches = None, True
             args = (CountingIterator(args[0], self._note_fetched), *args[1:])
         output = super().training_step(*args, **kwargs)
+        if current.fetches and not self._manual:
+            self._keep_from_zeroing()
         if self._manual:
             self._settle(has_loss=False)
             if current.last:
@@ -394,6 +396,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         if not self._active:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self._current is not None and self.lightning_module is not None
+        self._give_back_kept()
         step = self._settle(num_items)
         for gate in self._gates:
             gate.note_backward()
@@ -436,6 +439,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
 
         def checked() -> Any:
             result = closure()
+            self._give_back_kept()
             if not self._manual:
                 if not self.ready_to_step(gate):
                     raise _NothingToStep
