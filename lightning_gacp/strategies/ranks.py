@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +22,9 @@ class HostSum:
 
     def __init__(self, duplicates: int = 1) -> None:
         self._duplicates = duplicates
+        # Lightning closes only NCCL's groups at exit; gloo's threads would still run when the interpreter goes.
+        atexit.unregister(_close_groups)
+        atexit.register(_close_groups)
         # gloo as the default group serves as it is
         self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
 
@@ -56,3 +60,8 @@ def average_over_ranks(
         dist.all_reduce(mean)
         averages.append((mean / dist.get_world_size()).cpu())
     return averages
+
+
+def _close_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
