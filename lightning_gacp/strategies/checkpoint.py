@@ -21,9 +21,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_gacp.strategies.books import CycleBooks
-from lightning_gacp.strategies.lookahead import trained_batches
+from lightning_gacp.strategies.lookahead import KEY, trained_batches
 
-KEY = "lightning_gacp"
 _VERSION = 1
 
 
@@ -83,7 +82,8 @@ class CycleCheckpoints(CycleBooks):
         running = progress.current.ready > trained_batches(self._trainer)
         if running and self._current is not None and self._current.step is not None:
             # In mid-backward, or in the step: what is gathered is neither of before nor of after this micro-batch.
-            state["lost"] = self._cycle.micro_batches
+            # It will be run again, if the loader can resume.
+            state["lost"] = self._cycle.micro_batches - 1
             state["why"] = "the checkpoint was written while one of them was running"
         elif not self._cycle.open:
             return state

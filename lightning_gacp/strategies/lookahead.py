@@ -3,8 +3,9 @@
 Each is put on only where it is needed:
 
 * ``training_step`` asks for the items of the whole cycle: a cycle is read ahead, on the host;
-* Lightning, or the look-ahead, has fetched more than was trained on when a checkpoint is written: the loader's state of
-  the beginning of the cycle is kept, and what was trained on since is skipped after a restart;
+* more was fetched than trained on when a checkpoint is written (by the look-ahead, by Lightning where a length is not
+  known, by a micro-batch that was interrupted): the state that a loader had when the cycle began is kept, and after a
+  restart it begins there and skips what was trained on since;
 * the ranks' loaders may be of different lengths: the ranks agree before each micro-batch that all of them have one.
 """
 
@@ -19,6 +20,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+KEY = "lightning_gacp"  # in checkpoints, and in the states of loaders in them
 SumOverRanks = Callable[[Sequence[float]], Sequence[float]]
 
 
@@ -57,6 +59,7 @@ class LookAhead:
         self._items: dict[int, float] = {}  # items by number of the micro-batch in the epoch
         self._ends: dict[int, int] = {}  # where the cycle ends that a micro-batch is of
         self._skip = 0  # batches of a restored cycle that were trained on already
+        self._fetched = 0  # position in the epoch up to which batches were taken from the loader
         # Positions in the epoch (micro-batches) at which cycles were begun, and the loader's state there.
         self._states: deque[tuple[int, dict[str, Any]]] = deque()
 
@@ -104,8 +107,10 @@ class LookAhead:
                 del batch
 
     def _fetch(self, batches: Iterator[Any], position: int) -> tuple[bool, Any]:
+        self._fetched = position
         try:
             found, batch = True, next(batches)
+            self._fetched += 1
         except StopIteration:
             found, batch = False, None
         if self._sum_over_ranks is None:
@@ -155,21 +160,22 @@ class _StatefulLookAhead(LookAhead):
         self._states.append((position, dict(self._loader.state_dict())))
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state of the beginning of a cycle, and how far training has come since."""
+        """The loader's own state; where more was fetched than trained on, one more entry with where to begin again."""
+        state = dict(self._loader.state_dict())
         trained = trained_batches(self._trainer)
-        before = [(position, state) for position, state in self._states if position <= trained]
-        if not before or self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            return {"loader": self._loader.state_dict(), "yielded": 0}
-        position, state = before[-1]
-        return {"loader": state, "yielded": trained - position}
+        before = [(position, earlier) for position, earlier in self._states if position <= trained]
+        ended = self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        if before and self._fetched > trained and not ended:
+            position, earlier = before[-1]
+            state[KEY] = {"loader": earlier, "skip": trained - position}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what ``state_dict`` gave; also takes the plain state of the loader."""
-        if set(state) == {"loader", "yielded"}:
-            self._loader.load_state_dict(state["loader"])
-            self._skip = state["yielded"]
-        else:
-            self._loader.load_state_dict(state)
+        state = dict(state)
+        again = state.pop(KEY, None)
+        self._skip = again["skip"] if again else 0
+        self._loader.load_state_dict(again["loader"] if again else state)
 
 
 def shortest(loader: Any, rank: int, ranks: int, sum_over_ranks: SumOverRanks) -> int | None:

@@ -220,7 +220,8 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             length = shortest(dataloader, self._rank, ranks, self._sum_over_ranks)
         sum_over_ranks = self._sum_over_ranks if ranks > 1 and length is None else None
         if not _names_argument(trainer.lightning_module.training_step, _TOTAL):
-            if (length is None and (ranks > 1 or is_stateful(dataloader))) or length != sized_len(dataloader):
+            may_be_ahead = length is None or trainer.accumulate_grad_batches > 1 or self._schedules
+            if sum_over_ranks or length != sized_len(dataloader) or (is_stateful(dataloader) and may_be_ahead):
                 return LookAhead(dataloader, None, trainer, sum_over_ranks, ranks, length)
             return dataloader
         if _names_argument(trainer.lightning_module.training_step, "dataloader_iter"):
@@ -336,6 +337,10 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         self._current = None
         # Until a `training_step` has run: a hook may skip the batch, and no scheduler moves then.
         self._step_skipped = True
+
+    @property
+    def _schedules(self) -> bool:
+        return isinstance(self.settings.accumulate_grad_batches, dict)
 
     def _follow_schedule(self) -> None:
         length = self.settings.length_at(self._trainer.current_epoch)

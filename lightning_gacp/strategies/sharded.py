@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_gacp.strategies.checkpoint import KEY
+from lightning_gacp.strategies.lookahead import KEY
 from lightning_gacp.strategies.mixin import AccumulationMixin
 from lightning_gacp.strategies.ranks import HostSum
 from lightning_gacp.strategies.sharded_checkpoint import copy_whole, distribute_like, read_shards, write_shards
