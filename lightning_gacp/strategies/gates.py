@@ -12,7 +12,8 @@ Ignoring both calls would be simpler and wrong: what the generator left would be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -144,13 +145,19 @@ class OptimizerGate:
         return self._for_real(step, closure, **kwargs)
 
     def _for_real(self, step: Callable[..., Any], closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        self._inside = True
-        try:
+        with self.let_through():
             output = step(closure, **kwargs)
-        finally:
-            self._inside = False
         self.note_step()
         return output
+
+    @contextmanager
+    def let_through(self) -> Generator[None, None, None]:
+        """Lets the raw optimizer step."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
 
     def note_step(self) -> None:
         """Whatever is in ``.grad`` has been stepped with, or skipped as a whole."""

@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_leaves
 from lightning_gacp.strategies.lookahead import KEY
 from lightning_gacp.strategies.mixin import AccumulationMixin
 from lightning_gacp.strategies.ranks import HostSum
-from lightning_gacp.strategies.sharded_checkpoint import copy_whole, distribute_like, read_shards, write_shards
+from lightning_gacp.strategies.sharded_checkpoint import (
+    copy_whole,
+    distribute_like,
+    read_shards,
+    state_left_alone,
+    write_shards,
+)
 from lightning_gacp.strategies.single_device import register
 
 
@@ -137,6 +143,25 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
 
     def _from_checkpoint(self, gradient: Tensor, parameter: Tensor) -> Tensor:
         return distribute_like(parameter, super()._from_checkpoint(gradient, parameter))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state for a checkpoint, also before its first step."""
+        raw = getattr(optimizer, "_optimizer", optimizer)
+        gate = next((gate for gate in self._gates if gate.optimizer is raw), None)
+        with state_left_alone(raw), nullcontext() if gate is None else gate.let_through():
+            return super().optimizer_state(raw)
+
+    def _cycle_state(self) -> dict[str, Any]:
+        unstepped = [i for i, gate in enumerate(self._gates) if not gate.optimizer.state]
+        return {**super()._cycle_state(), "unstepped": unstepped}
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint; an optimizer that had not stepped yet has no state again."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            for i in checkpoint.get(KEY, {}).get("unstepped", ()):
+                self._gates[i].optimizer.state.clear()
+        return checkpoint
 
     def _write_gradients(self, cycle: dict[str, Any], filepath: Any) -> None:
         if self._save_distributed_checkpoint:

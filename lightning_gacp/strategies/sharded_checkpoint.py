@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import load, save
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 Named = dict[str, Tensor]
 
@@ -28,6 +30,28 @@ def distribute_like(parameter: Tensor, gradient: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or isinstance(gradient, DTensor):
         return gradient
     return distribute_tensor(gradient, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+@contextmanager
+def state_left_alone(optimizer: Optimizer) -> Generator[None, None, None]:
+    """Around torch's reading of an optimizer's state: one that has not stepped has none, before and after.
+
+    torch makes a state for it by a step with zeros, which counts as a step from then on, and makes none where there
+    are gradients, which no later loading accepts.
+    """
+    if optimizer.state:
+        yield
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
 
 def write_shards(folder: Path, gradients: Named, aside: Named, is_first: bool) -> dict[str, list[str]]:
