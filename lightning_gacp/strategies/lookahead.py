@@ -64,7 +64,11 @@ class LookAhead:
         self._states: deque[tuple[int, dict[str, Any]]] = deque()
 
     def __len__(self) -> int:
-        return len(self._loader) if self._length is None else self._length
+        if self._length is not None:
+            return self._length
+        if self._sum_over_ranks is not None:
+            raise TypeError("Not every rank's loader has a length.")  # Lightning asks in collective calls
+        return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # not there yet: while unpickling
@@ -117,10 +121,12 @@ class LookAhead:
             return not found, batch
         having = round(self._sum_over_ranks([float(found)])[0])
         if 0 < having < self._ranks:
+            left = "1 micro-batch that another rank" if having == 1 else f"{having} micro-batches that other ranks"
             rank_zero_warn(
                 f"The train loaders of {self._ranks - having} of {self._ranks} ranks ended after {position}"
-                f" micro-batches, and the epoch ends on all ranks together. {having} micro-batches that the others had"
-                " fetched are left, and whatever follows them. Loaders of the same length on all ranks leave nothing."
+                f" micro-batches, and the epoch ends on all ranks together: {left} had fetched"
+                f" {'is' if having == 1 else 'are'} left, and whatever follows. Loaders of the same length on all ranks"
+                " leave nothing."
             )
         return having < self._ranks, batch
 
@@ -178,12 +184,23 @@ class _StatefulLookAhead(LookAhead):
         self._loader.load_state_dict(again["loader"] if again else state)
 
 
-def shortest(loader: Any, rank: int, ranks: int, sum_over_ranks: SumOverRanks) -> int | None:
+def shortest(loader: Any, trainer: Trainer, rank: int, ranks: int, sum_over_ranks: SumOverRanks) -> int | None:
     """Micro-batches of the shortest of the ranks' loaders; ``None`` if one of them does not say. A collective call."""
     length = sized_len(loader)
     mine = [0.0 if length is None or i != rank else float(length) for i in range(ranks)]
     *lengths, silent = sum_over_ranks([*mine, float(length is None)])
-    return None if silent else round(min(lengths))
+    if silent:
+        return None
+    least = round(min(lengths))
+    used = _most_batches(trainer, least)
+    left = sum(_most_batches(trainer, round(length)) - used for length in lengths)
+    if left:
+        rank_zero_warn(
+            f"The train loaders of the {ranks} ranks have {', '.join(f'{length:g}' for length in lengths)}"
+            f" micro-batches, and an epoch ends on all ranks together, after {used:g}: {left:g}"
+            f" {'is' if left == 1 else 'are'} left. Loaders of the same length on all ranks leave nothing."
+        )
+    return least
 
 
 def is_stateful(loader: Any) -> bool:

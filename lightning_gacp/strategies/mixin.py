@@ -217,7 +217,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             return dataloader
         length, ranks = sized_len(dataloader), self._ranks
         if ranks > 1:
-            length = shortest(dataloader, self._rank, ranks, self._sum_over_ranks)
+            length = shortest(dataloader, trainer, self._rank, ranks, self._sum_over_ranks)
         sum_over_ranks = self._sum_over_ranks if ranks > 1 and length is None else None
         if not _names_argument(trainer.lightning_module.training_step, _TOTAL):
             may_be_ahead = length is None or trainer.accumulate_grad_batches > 1 or self._schedules
