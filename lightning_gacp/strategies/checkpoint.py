@@ -54,6 +54,12 @@ class CycleCheckpoints(CycleBooks):
     def _write_gradients(self, cycle: dict[str, Any], filepath: Any) -> None:
         """Called before a checkpoint with ``cycle`` in it is written: its gradients may go elsewhere."""
 
+    def _unreadable(self, cycle: dict[str, Any]) -> str:
+        """Why the gradients of a checkpoint cannot be read; empty if they can."""
+        if isinstance(cycle["gradients"], dict):
+            return ""
+        return "the checkpoint was written in shards, and those of their gradients are not here"
+
     def _read_gradients(self, cycle: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of a checkpoint, and those set aside, by optimizer and place in it."""
         return cycle["gradients"], cycle["aside"]
@@ -102,7 +108,7 @@ class CycleCheckpoints(CycleBooks):
         return state
 
     def _passed_on(self, state: dict[str, Any]) -> dict[str, Any]:
-        if "cycle" not in state:
+        if "cycle" not in state or self._unreadable(state["cycle"]):
             return state
         gradients, aside = self._read_gradients(state["cycle"])
         return {**state, "cycle": {**state["cycle"], "gradients": gradients, "aside": aside}}
@@ -187,7 +193,7 @@ class CycleCheckpoints(CycleBooks):
             )
         if other_ranks and not self._cycle.average_across_ranks:
             return f"with `average_across_ranks=False` a cycle of {state['ranks']} ranks is none of {self._ranks}"
-        return self._cannot_carry
+        return self._cannot_carry or self._unreadable(state)
 
     def _continue_cycle(self, state: dict[str, Any]) -> None:
         ratio = state["ranks"] / self._ranks

@@ -25,6 +25,7 @@ from lightning_gacp.strategies.sharded_checkpoint import (
     copy_whole,
     distribute_like,
     read_shards,
+    remove_other_shards,
     state_left_alone,
     write_shards,
 )
@@ -165,13 +166,26 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
 
     def _write_gradients(self, cycle: dict[str, Any], filepath: Any) -> None:
         if self._save_distributed_checkpoint:
-            folder = Path(self.broadcast(filepath)) / KEY
-            cycle.update(write_shards(folder, cycle["gradients"], cycle["aside"], self.is_global_zero))
+            path = Path(self.broadcast(filepath))
+            cycle["folder"] = f"{KEY}/{self._trainer.fit_loop.epoch_loop.total_batch_idx}"
+            cycle.update(write_shards(path, cycle["folder"], cycle["gradients"], cycle["aside"], self.is_global_zero))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Saves a checkpoint; under FSDP2 the gradients of an open cycle go into a folder of its own in it."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._save_distributed_checkpoint and self.is_global_zero:
+            remove_other_shards(Path(filepath) / KEY, checkpoint.get(KEY, {}).get("cycle", {}).get("folder"))
+
+    def _folder(self, cycle: dict[str, Any]) -> Path:
+        return Path(self.broadcast(self._restored_from)) / str(cycle.get("folder"))
+
+    def _unreadable(self, cycle: dict[str, Any]) -> str:
+        return "" if self._folder(cycle).is_dir() else super()._unreadable(cycle)
 
     def _read_gradients(self, cycle: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if isinstance(cycle["gradients"], dict):
             return super()._read_gradients(cycle)
-        return read_shards(Path(self.broadcast(self._restored_from)) / KEY, cycle, [g.parameters for g in self._gates])
+        return read_shards(self._folder(cycle), cycle, [gate.parameters for gate in self._gates])
 
     @property
     def _duplicates(self) -> int:

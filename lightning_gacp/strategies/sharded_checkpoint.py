@@ -54,26 +54,38 @@ def state_left_alone(optimizer: Optimizer) -> Generator[None, None, None]:
             parameter.grad = gradient
 
 
-def write_shards(folder: Path, gradients: Named, aside: Named, is_first: bool) -> dict[str, list[str]]:
-    """Writes every rank's shards into ``folder``; a collective call.
+def write_shards(path: Path, folder: str, gradients: Named, aside: Named, is_first: bool) -> dict[str, list[str]]:
+    """Writes every rank's shards into a new ``folder``; a collective call.
 
     Args:
-        folder: In the checkpoint's; the shards of an earlier checkpoint there are removed.
+        path: The checkpoint's. An earlier one there keeps its own shards until ``remove_other_shards``: were the new
+            one not finished, it would go on with gradients that are not its own.
+        folder: In it.
         gradients: By optimizer and place in it.
         aside: Those set aside.
-        is_first: Whether this is the rank that removes files.
+        is_first: Whether this is the rank that makes and removes files.
 
     Returns:
         What stands for them in the checkpoint itself: their names.
     """
     if is_first:
-        if folder.parent.is_file():  # Lightning replaces it by a folder too
-            folder.parent.unlink()
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        if path.is_file():  # Lightning replaces it by a folder too
+            path.unlink()
+        shutil.rmtree(path / folder, ignore_errors=True)
+        (path / folder).mkdir(parents=True)
     torch.distributed.barrier()
-    save({**_flat("gradients", gradients), **_flat("aside", aside)}, checkpoint_id=folder)
+    save({**_flat("gradients", gradients), **_flat("aside", aside)}, checkpoint_id=path / folder)
     return {"gradients": list(gradients), "aside": list(aside)}
+
+
+def remove_other_shards(folder: Path, keep: str | None) -> None:
+    """Removes what earlier checkpoints of the same name left in ``folder``, all but ``keep``."""
+    kept = folder.parent / keep if keep else None
+    for old in folder.iterdir() if folder.is_dir() else ():
+        if old != kept:
+            shutil.rmtree(old, ignore_errors=True)
+    if kept is None and folder.is_dir():
+        folder.rmdir()
 
 
 def read_shards(folder: Path, state: dict[str, Any], parameters: Sequence[Sequence[Tensor]]) -> tuple[Named, Named]:

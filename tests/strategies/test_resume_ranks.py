@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,31 @@ def test_what_cannot_be_carried_is_said(kind, options, why, tmp_path):
     assert lost == 2
     assert said == [f"2 micro-batches were lost: {why}. {discarded}"]
     assert others[0][1:] == (2, [])
+
+
+def _cut_at(rank: int, path: str, at: list[int]) -> list[list[str]]:
+    """Saves at each of these micro-batches to the same path; what is then in its folder of gradients."""
+    folders = []
+    for index in at:
+        run(rank, 2, "fsdp2", Learner, False, saving=(index, path))
+        torch.distributed.barrier()
+        folder = Path(path) / "lightning_gacp"
+        folders.append(sorted(each.name for each in folder.iterdir()) if folder.exists() else [])
+        torch.distributed.barrier()
+    return folders
+
+
+def test_shards_of_gradients_are_their_checkpoints_alone(tmp_path):
+    """One that replaces another leaves no gradients of the other's; without its own, the cycle is said to be lost."""
+    path = str(tmp_path / "c.ckpt")
+    assert on_ranks(_cut_at, path, [5, 8, 6])[0] == [["4"], [], ["5"]]
+    shutil.rmtree(tmp_path / "c.ckpt" / "lightning_gacp")
+    (_, lost, said), _ = on_ranks(_resume, 2, "fsdp2", path)
+    assert lost == 2
+    assert said == [
+        "2 micro-batches were lost: the checkpoint was written in shards, and those of their gradients are not here."
+        " Their gradients are discarded; no step was taken with them."
+    ]
 
 
 def test_an_exception_on_one_rank_does_not_wait_for_the_others(tmp_path):
