@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 
@@ -19,3 +21,13 @@ def reset_peak(device: torch.device) -> None:
     """Begin to count the peak anew, where it is counted."""
     if peak_allocated(device) is not None:
         torch.accelerator.reset_peak_memory_stats(device)
+
+
+def peak_resident() -> int | None:
+    """Return the most bytes that this process has held since it began; ``None`` where no system counts them."""
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

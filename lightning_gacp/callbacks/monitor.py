@@ -13,9 +13,10 @@ from typing_extensions import override
 
 from lightning_gacp.accumulation.cycle import CycleResult
 from lightning_gacp.callbacks.cycle_loss import CycleLoss
-from lightning_gacp.callbacks.device_memory import peak_allocated, reset_peak
-from lightning_gacp.callbacks.report import FitReport, print_report, write_report
+from lightning_gacp.callbacks.device_memory import peak_allocated, peak_resident, reset_peak
+from lightning_gacp.callbacks.report import FitReport, finish_report
 from lightning_gacp.callbacks.startup_table import print_startup_table
+from lightning_gacp.callbacks.stopwatch import BlockTimes
 from lightning_gacp.callbacks.treatment import MicroBatchMeter, offloaded_bytes
 
 GIB = 1 << 30
@@ -37,11 +38,13 @@ class GACPMonitor(Callback):
     ========================= ========== =======================================================================
 
     The device is waited for once a cycle, when the loss is read for the progress bar, and never for a micro-batch.
+    Times of recomputation and transfers are taken by events in the streams, and read when the device has passed them.
 
     Args:
         prog_bar: Show ``gacp/loss`` on the progress bar. If false, nothing waits for the device but the logger.
         table: Print once, after the first forward of a fit, what is done to which blocks, what it saves and costs.
-        report: Print a summary at the end of a fit, and write it to ``gacp_report.json`` in the logger's folder.
+        report: Print a summary at the end of a fit, and write it to ``gacp_report.json`` in the folder of the first
+            logger that has one: memory, time in recomputation and in transfers, cycles, lost micro-batches.
     """
 
     def __init__(self, prog_bar: bool = True, table: bool = True, report: bool = True) -> None:
@@ -57,6 +60,7 @@ class GACPMonitor(Callback):
         self._meter: MicroBatchMeter | None = None
         self._measured = False
         self._report = FitReport()
+        self._times: BlockTimes | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -77,7 +81,10 @@ class GACPMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start the clocks."""
+        self._stop_timing()
+        if self.report:
+            self._times = BlockTimes(pl_module, pl_module.device)
         self._start = time.monotonic()
 
     @override
@@ -110,6 +117,12 @@ class GACPMonitor(Callback):
         meter, self._meter = self._meter, None
         if meter is not None:
             meter.close()
+        self._stop_timing()
+
+    def _stop_timing(self) -> None:
+        times, self._times = self._times, None
+        if times is not None:
+            times.close()
 
     @override
     def on_train_batch_end(
@@ -117,6 +130,8 @@ class GACPMonitor(Callback):
     ) -> None:
         """Log the cycle, where this micro-batch ended one."""
         self._finish_measuring(trainer)  # for a module that goes round the hooks of the backward
+        if self._times is not None:
+            self._times.watch.collect()
         result: CycleResult | None = trainer.strategy.cycle_result  # type: ignore[attr-defined]
         if result is None or result is self._last:
             return
@@ -161,10 +176,16 @@ class GACPMonitor(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print and write the report."""
-        self._report.lost_micro_batches = trainer.strategy.lost_micro_batches  # type: ignore[attr-defined]
+        report = self._report
+        report.lost_micro_batches = trainer.strategy.lost_micro_batches  # type: ignore[attr-defined]
+        report.skipped_cycles = trainer.strategy.skipped_cycles  # type: ignore[attr-defined]
+        if pl_module.device.type == "cpu":
+            report.peak_resident_bytes = peak_resident()
+        if self._times is not None:
+            report.take_times(self._times.watch)
+        self._stop_timing()
         if self.report:
-            print_report(self._report)
-            write_report(self._report, trainer)
+            finish_report(report, trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

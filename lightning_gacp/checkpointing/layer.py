@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_gacp.checkpointing.arguments import Template, take_apart, without_caches
 from lightning_gacp.checkpointing.policies import Policy, contexts_for
 from lightning_gacp.checkpointing.state import BufferHabits, StateBefore
+from lightning_gacp.watching import RECOMPUTATION, Watch, no_watch
 
 _DETERMINISM_CHECKS = ("default", "none")
 
@@ -23,6 +24,7 @@ class Recomputation:
         if determinism_check not in _DETERMINISM_CHECKS:
             raise ValueError(f"`determinism_check={determinism_check!r}` must be one of {_DETERMINISM_CHECKS}.")
         self.name = name
+        self.watch: Watch = no_watch
         self._contexts = contexts_for(policy)
         self._preserve_rng_state = preserve_rng_state
         self._determinism_check = determinism_check
@@ -50,7 +52,7 @@ class Recomputation:
         before = StateBefore(block)
         if before.is_lazy:
             return forward(*args, **kwargs)  # once: what this call makes, a recomputation would make again
-        call = _Call(self.name, forward, args, kwargs, template, before)
+        call = _Call(self.name, forward, args, kwargs, template, before, self.watch)
         output = self._checkpoint(call, tensors, early_stop=not before.has_inner_hooks)
         before.forget_unchanged(self._habits)
         return output
@@ -79,6 +81,7 @@ class _Call:
         kwargs: dict[str, Any],
         template: Template,
         before: StateBefore,
+        watch: Watch,
     ) -> None:
         self._name = name
         self._forward = forward
@@ -86,13 +89,14 @@ class _Call:
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._template = template
         self._before = before
+        self._watch = watch
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
             return self._forward(*args, **kwargs)
         self._before.refuse_changed_weights(self._name)
-        with self._before.restored():
+        with self._before.restored(), self._watch(RECOMPUTATION, None):
             try:
                 return _call(self._forward, self._template, tensors)
             except RuntimeError as error:

@@ -56,6 +56,7 @@ from lightning_gacp.offload.records import (
 )
 from lightning_gacp.offload.statistics import Counters, HostStats, Stats
 from lightning_gacp.offload.transfers import Transfers, all_bytes
+from lightning_gacp.watching import Watch
 
 
 class OffloadEngine:
@@ -96,6 +97,11 @@ class OffloadEngine:
     def active(self) -> bool:
         """Whether there is a device to offload from."""
         return self.device is not None
+
+    def time_with(self, watch: Watch) -> None:
+        """Let ``watch`` time the copies, and what the stream that computes waits for them."""
+        if self._transfers is not None:
+            self._transfers.watch = watch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadEngine":
         """A copy of a model shares the engine: streams and pinned memory are the process's, not the model's."""

@@ -1,6 +1,7 @@
 """Copies between the device and host memory, on two streams of their own. What orders them is said in `engine`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from lightning_gacp.offload.device import Device, Event, Site, Stream
 from lightning_gacp.offload.pool import Piece, SlabPool
 from lightning_gacp.offload.records import Geometry, HostCopy
 from lightning_gacp.offload.statistics import Counters
+from lightning_gacp.watching import STALLED, TO_DEVICE, TO_HOST, Watch, no_watch
 
 
 class Transfers:
@@ -26,6 +28,7 @@ class Transfers:
     def __init__(self, device: Device, count: Counters, cap: Callable[[], int]) -> None:
         self.device = device
         self.pool = SlabPool(device.allocate_host, cap)
+        self.watch: Watch = no_watch
         self._count = count
         self._events: list[Event] = []
         self._streams: tuple[Stream, Stream] | None = None
@@ -47,8 +50,9 @@ class Transfers:
         try:
             out, _ = self._side_streams()
             self._order_after(out, stream, Site.SOURCE_WRITTEN)
-            for part, host in self._pair(all_bytes(storage), pieces):
-                self.device.copy(host, part, out)
+            with self.watch(TO_HOST, out):
+                for part, host in self._pair(all_bytes(storage), pieces):
+                    self.device.copy(host, part, out)
             copied = self._new_event()
             self.device.record(copied, out)
             copy = HostCopy(tensor, pieces, stream, copied)
@@ -69,8 +73,9 @@ class Transfers:
         _, into = self._side_streams()
         self._order_after(into, stream, Site.DESTINATION_FREE)
         self.wait(into, copy.copied, Site.HOST_WRITTEN)
-        for part, host in self._pair(destination, copy.pieces):
-            self.device.copy(part, host, into)
+        with self.watch(TO_DEVICE, into):
+            for part, host in self._pair(destination, copy.pieces):
+                self.device.copy(part, host, into)
         if copy.arrived is None:
             copy.arrived = self._new_event()
         self.device.record(copy.arrived, into)
@@ -92,7 +97,9 @@ class Transfers:
     def wait(self, stream: Stream, event: Event, site: Site) -> None:
         """Let later work of ``stream`` wait for ``event``."""
         self._count.waits[site.name] += 1
-        self.device.wait(stream, event, site)
+        computes = stream not in self._side_streams()
+        with self.watch(STALLED, stream) if computes else nullcontext():
+            self.device.wait(stream, event, site)
 
     def _order_after(self, later: Stream, earlier: Stream, site: Site) -> None:
         """Let ``later`` wait for what ``earlier`` has been given so far."""

@@ -20,8 +20,10 @@ import lightning_gacp as gacp
 from lightning_gacp.callbacks import monitor, terminal
 from lightning_gacp.callbacks.device_memory import peak_allocated, reset_peak
 from lightning_gacp.callbacks.monitor import GACPMonitor
-from lightning_gacp.callbacks.report import FILE
+from lightning_gacp.callbacks.report import FILE, FitReport, report_rows
 from lightning_gacp.checkpointing import checkpoint_blocks
+from lightning_gacp.watching import no_watch
+from lightning_gacp.wrapping import layer_of
 
 COUNTS = [5, 2, 7, 1, 3]  # items of the micro-batches: cycles of 2, 2 and a short one
 
@@ -222,3 +224,57 @@ def test_nothing_is_left_behind_after_an_exception(tmp_path: Path) -> None:
 def test_the_strategy_must_be_ours(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException, match="strategy='gacp'"):
         fit(BoringModel(), batches(), tmp_path, strategy="auto", callbacks=[GACPMonitor()])
+
+
+def test_report_says_what_recomputation_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some of the time of the fit where blocks are recomputed, and nothing where none is."""
+    assert read_report(fit(Model(), batches(), tmp_path))["recomputation_seconds"] is None
+    assert "time in recomputation" not in capsys.readouterr().out
+    recomputed = Model()
+    with checkpoint_blocks(recomputed):
+        report = read_report(fit(recomputed, batches(), tmp_path))
+        assert 0 < report["recomputation_seconds"] < report["seconds"]
+        assert "time in recomputation" in capsys.readouterr().out
+        timers = [layer_of(part, "checkpoint") for part in recomputed.modules()]
+        assert {layer.watch for layer in timers if layer is not None} == {no_watch}  # type: ignore[attr-defined]
+
+
+def test_rows_of_a_report() -> None:
+    """All that may have been measured, as it is shown."""
+    report = FitReport(
+        cycles=8,
+        optimizer_steps=7,
+        micro_batches=33,
+        lost_micro_batches=1,
+        skipped_cycles=1,
+        items=6400.0,
+        seconds=64.0,
+        saved_bytes=3 << 20,
+        saved_bytes_without=9 << 20,
+        recomputation_seconds=16.0,
+        offloaded_bytes=5 << 30,
+        to_host_seconds=3.0,
+        to_device_seconds=2.5,
+        stalled_seconds=0.25,
+        peak_allocated_bytes=7 << 30,
+    )
+    assert report_rows(report) == [
+        ("cycles", "8, of 33 micro-batches; 1 without an optimizer step"),
+        ("lost micro-batches", "1"),
+        ("skipped, not finite", "1 cycle"),
+        ("items", "6,400, 100 a second"),
+        ("saved for the first micro-batch", "3.00 MiB instead of 9.00 MiB"),
+        ("time in recomputation", "16.00 s, 25% of the training"),
+        ("moved to the host", "5.00 GiB"),
+        ("time in transfers", "3.00 s there, 2.50 s back, beside the computation"),
+        ("waited for transfers", "0.25 s"),
+        ("peak allocated on the device", "7.00 GiB"),
+    ]
+
+
+def test_the_peak_of_the_process_on_a_cpu(tmp_path: Path) -> None:
+    """At least what an array takes that was there for a moment, and a plausible size for a process with torch."""
+    array = torch.ones(100 << 18)
+    del array
+    peak = read_report(fit(Model(), batches(), tmp_path))["peak_resident_bytes"]
+    assert 100 << 20 < peak < 100 << 30
