@@ -34,7 +34,7 @@ def find_blocks(module: nn.Module, blocks: Selector | Sequence[Selector] | None 
         blocks: A class, a class name (of the module's class or of a base class), a pattern of module names in the
             syntax of :mod:`fnmatch`, or a list of these. ``None`` finds them: the layers that Hugging Face marks for
             checkpointing, else the large runs of same-class children of ``ModuleList``, ``ModuleDict`` and
-            ``Sequential``.
+            ``Sequential``, else the same-class attributes of one module that are numbered (``down1``, ``down2``).
 
     Returns:
         The blocks. One that lies inside another is left out, and a shared one appears once.
@@ -134,15 +134,18 @@ def _parent(name: str) -> str:
 
 
 def _outermost(modules: dict[str, nn.Module], chosen: set[str]) -> set[str]:
-    """Drop stages (see `_is_stages`), then what lies inside another chosen module."""
-    stacks: dict[str, list[str]] = {}
+    """Drop stages (see `_are_stages`), then what lies inside another chosen module."""
+    runs: dict[type, dict[str, list[str]]] = {}
     for name in modules:
         if name in chosen:
-            stacks.setdefault(_parent(name), []).append(name)
+            runs.setdefault(type(modules[name]), {}).setdefault(_parent(name), []).append(name)
     kept = set(chosen)
-    for names in stacks.values():
-        if _is_stages(modules, names, chosen):
-            kept -= set(names)
+    for cls, of_class in runs.items():
+        holding = [
+            names for names in of_class.values() if any(_inside(inner, name) for inner in chosen for name in names)
+        ]
+        if cls is nn.Sequential or _are_stages(modules, holding):
+            kept -= {name for names in holding for name in names}
     return {name for name in kept if not any(_inside(name, other) for other in kept)}
 
 
@@ -150,18 +153,14 @@ def _inside(name: str, other: str) -> bool:
     return name != other and (other == "" or name.startswith(f"{other}."))
 
 
-def _is_stages(modules: dict[str, nn.Module], names: list[str], chosen: set[str]) -> bool:
-    """Whether neighbours are the stages of a hierarchical model, which hold the blocks, instead of being blocks.
+def _are_stages(modules: dict[str, nn.Module], runs: list[list[str]]) -> bool:
+    """Whether a class whose members hold blocks is that of the stages of a hierarchical model, and no block itself.
 
-    Stages hold runs of chosen modules, and differ from one another in width. (The layers of a mixture of experts hold
-    runs too, of experts, but are of the same shapes.) Recomputing a whole stage at a time would save little memory.
+    The stages of a run differ from one another in width, in every run. (The layers of a mixture of experts hold runs
+    too, of experts, but are of the same shapes.) Recomputing a whole stage at a time would save little memory.
     """
-    if not any(_inside(inner, name) for inner in chosen for name in names):
-        return False
-    if all(type(modules[name]) is nn.Sequential for name in names):
-        return True
-    shapes = [tuple(parameter.shape for parameter in modules[name].parameters()) for name in names]
-    return len(names) > 1 and len(set(shapes)) == len(shapes)
+    shapes = [[tuple(parameter.shape for parameter in modules[name].parameters()) for name in names] for names in runs]
+    return any(len(names) > 1 for names in runs) and all(len(set(each)) == len(each) for each in shapes)
 
 
 def _marked_by_huggingface(modules: dict[str, nn.Module]) -> set[str]:
@@ -182,17 +181,19 @@ def _marked_by_huggingface(modules: dict[str, nn.Module]) -> set[str]:
 def _same_class_runs(modules: dict[str, nn.Module]) -> set[str]:
     """Same-class children of containers: of the largest class, and of those that are not tiny beside it."""
     runs = _runs(modules)
-    long = {key: names for key, names in runs.items() if len(names) > 1}
-    if not long:  # a model of one layer is still a model
-        long = {key: names for key, names in runs.items() if type(modules[key[0]]) is nn.ModuleList}
-    everything = {name for names in long.values() for name in names}
-    blocks = _outermost(modules, everything)
+    repeated = {cls for (_, cls), names in runs.items() if len(names) > 1}
+    if not repeated:
+        numbered = _numbered(modules)
+        repeated = {cls for (_, cls), names in numbered.items() if len(names) > 1}
+        runs = numbered if repeated else runs
+    if not repeated:  # a model of one layer is still a model
+        repeated = {cls for (stack, cls) in runs if type(modules[stack]) is nn.ModuleList}
+    blocks = _outermost(modules, {name for (_, cls), names in runs.items() if cls in repeated for name in names})
     sizes: dict[str, int] = {}
-    for (_, cls), names in long.items():
+    for (_, cls), names in runs.items():
         sizes[cls] = sizes.get(cls, 0) + sum(_size(modules[name]) for name in names if name in blocks)
     large = {cls for cls, size in sizes.items() if size > 0 and size >= _WORTHWHILE * max(sizes.values())}
-    found = {name for (_, cls), names in runs.items() if cls in large for name in names}
-    return {name for name in found if name in blocks or not any(_inside(other, name) for other in blocks)}
+    return {name for (_, cls), names in runs.items() if cls in large for name in names if name in blocks}
 
 
 def _runs(modules: dict[str, nn.Module]) -> dict[tuple[str, str], list[str]]:
@@ -201,8 +202,18 @@ def _runs(modules: dict[str, nn.Module]) -> dict[tuple[str, str], list[str]]:
     for name, module in modules.items():
         parent = modules.get(_parent(name))
         if name and isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and _is_composite(module):
-            cls = f"{type(module).__module__}.{type(module).__qualname__}"
-            runs.setdefault((_parent(name), cls), []).append(name)
+            runs.setdefault((_parent(name), _class_path(module)), []).append(name)
+    return runs
+
+
+def _numbered(modules: dict[str, nn.Module]) -> dict[tuple[str, str], list[str]]:
+    """Runs in models without containers: same-class children whose names differ in a number, `down1`, `down2`."""
+    runs: dict[tuple[str, str], list[str]] = {}
+    for name, module in modules.items():
+        last = name.rpartition(".")[2]
+        stem = last.rstrip("0123456789")
+        if stem not in (last, "") and _is_composite(module):
+            runs.setdefault((_parent(name), _class_path(module)), []).append(name)
     return runs
 
 
@@ -210,6 +221,10 @@ def _is_composite(module: nn.Module) -> bool:
     """Whether a module is made of others and has parameters. A Linear or a Dropout alone is no block."""
     called = type(module).forward is not nn.Module.forward
     return called and next(module.children(), None) is not None and next(module.parameters(), None) is not None
+
+
+def _class_path(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def _size(module: nn.Module) -> int:

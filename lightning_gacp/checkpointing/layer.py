@@ -1,6 +1,7 @@
 """Recomputation around the ``forward`` of one block."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gacp.checkpointing.arguments import Template, take_apart, without_caches
-from lightning_gacp.checkpointing.policies import Policy, contexts_for
+from lightning_gacp.checkpointing.policies import Contexts, Policy, contexts_for, with_copies
 from lightning_gacp.checkpointing.state import BufferHabits, StateBefore
 from lightning_gacp.watching import RECOMPUTATION, Watch, no_watch
 
@@ -43,7 +44,9 @@ class Recomputation:
         tensors, template = take_apart(args, kwargs)
         if torch.compiler.is_compiling():
             # The compiler sees through the checkpoint and does by itself what `_Call` and `StateBefore` do.
-            return self._checkpoint(lambda *given: _call(forward, template, given), tensors, early_stop=True)
+            return self._checkpoint(
+                lambda *given: _call(forward, template, given), tensors, early_stop=True, contexts=self._contexts
+            )
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
                 f"`{self.name}` is checkpointed, which does not work under the transforms of `torch.func`. "
@@ -53,12 +56,15 @@ class Recomputation:
         if before.is_lazy:
             return forward(*args, **kwargs)  # once: what this call makes, a recomputation would make again
         call = _Call(self.name, forward, args, kwargs, template, before, self.watch)
-        output = self._checkpoint(call, tensors, early_stop=not before.has_inner_hooks)
+        contexts = None if self._contexts is None else partial(with_copies, self._contexts)
+        output = self._checkpoint(call, tensors, early_stop=not before.has_inner_hooks, contexts=contexts)
         before.forget_unchanged(self._habits)
         return output
 
-    def _checkpoint(self, function: Callable[..., Any], tensors: list[torch.Tensor], early_stop: bool) -> Any:
-        contexts: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
+    def _checkpoint(
+        self, function: Callable[..., Any], tensors: list[torch.Tensor], early_stop: bool, contexts: Contexts | None
+    ) -> Any:
+        given: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         return checkpoint(
             function,
             *tensors,
@@ -66,7 +72,7 @@ class Recomputation:
             preserve_rng_state=self._preserve_rng_state,
             determinism_check=self._determinism_check,
             early_stop=early_stop,
-            **contexts,
+            **given,
         )
 
 

@@ -6,8 +6,10 @@ from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    _CachingTorchDispatchMode,
     create_selective_checkpoint_contexts,
 )
 
@@ -49,6 +51,8 @@ _MATMULS = (
 def contexts_for(policy: Policy) -> Contexts | None:
     """Turn ``policy`` into the ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`; ``None`` for ``"full"``.
 
+    What comes back is of the form that a compiler can read; `with_copies` makes of it what an eager forward needs.
+
     Raises:
         ValueError: An unknown name.
         TypeError: Neither a name nor a function.
@@ -64,8 +68,58 @@ def contexts_for(policy: Policy) -> Contexts | None:
     return partial(create_selective_checkpoint_contexts, partial(_ask, policy))
 
 
+def with_copies(contexts: Contexts) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Call ``contexts``, and let an operation that changes a kept output in place find a copy of it kept.
+
+    An activation that works in place on what a convolution or a matrix product gave is common; torch alone would refuse
+    the backward pass.
+    """
+    keeping, replaying = contexts()
+    if isinstance(keeping, _CachingTorchDispatchMode):
+        keeping = _KeepingCopies(keeping.policy_fn, keeping.storage)
+    return keeping, replaying
+
+
+class _KeepingCopies(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps outputs as torch's own does, and a copy in their place before they are changed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_mutable(func):
+            names = (argument.name for argument in func._schema.arguments)
+            named = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            for argument in func._schema.arguments:
+                if argument.is_write:
+                    self._copy_kept(named.get(argument.name))
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    def _copy_kept(self, changed: Any) -> None:
+        storages = {_storage(leaf) for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)}
+        for kept in pytree.tree_leaves([list(entries.values()) for entries in self.storage.values()]):
+            value = getattr(kept, "val", None)  # others are marks of what is to be recomputed
+            if isinstance(value, torch.Tensor) and _storage(value) in storages:
+                kept.val = value.clone()
+                kept.version = kept.val._version
+
+
+def _is_mutable(operation: Any) -> bool:
+    schema = getattr(operation, "_schema", None)  # higher-order operators have none
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _is_view(operation: Any) -> bool:
+    schema = getattr(operation, "_schema", None)
+    return schema is not None and any(returned.alias_info is not None for returned in schema.returns)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _ask(policy: PolicyFunction, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
     """Ask the user's function, and refuse answers that torch would take for others."""
+    if _is_mutable(args[1]) or _is_view(args[1]):
+        # Replayed, what was kept of a change would change nothing, and a kept view would be of nothing.
+        return CheckpointPolicy.PREFER_RECOMPUTE
     answer = policy(*args, **kwargs)
     if answer in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
         raise ValueError(
@@ -83,4 +137,5 @@ def _keep_matmuls(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) ->
 @lru_cache(maxsize=1)
 def _matmul_operations() -> frozenset[Any]:
     packets = [getattr(torch.ops.aten, name, None) for name in _MATMULS]
-    return frozenset(getattr(packet, overload) for packet in packets if packet for overload in packet.overloads())
+    operations = [getattr(packet, overload) for packet in packets if packet for overload in packet.overloads()]
+    return frozenset(operation for operation in operations if not _is_mutable(operation))  # not `out=`: see `_ask`

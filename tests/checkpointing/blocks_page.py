@@ -22,6 +22,7 @@ INTRODUCTION = """\
    is not imported.
 2. Else the same-class children of `ModuleList`, `ModuleDict` and `Sequential`: of the class that holds most
    parameters, and of others that hold at least a twentieth of that. A plain `Linear` or activation is no block.
+3. Else the same-class attributes of one module that are numbered, such as `down1` and `down2`.
 
 Where blocks lie inside others, the outer ones are taken (the layers of a mixture of experts, not the experts), except
 that the *stages* of a hierarchical vision model, which differ in width, make way for the blocks inside. (For Swin,
@@ -39,7 +40,9 @@ def stacks_of(family: Family) -> dict[str, tuple[str, int]]:
     """What is found in the model of ``family``: stack -> class of the blocks, number of blocks."""
     found: dict[str, tuple[str, int]] = {}
     for block in find_blocks(family.make()):
-        found[block.stack] = (type(block.module).__name__, found.get(block.stack, ("", 0))[1] + 1)
+        classes, count = found.get(block.stack, ("", 0))
+        name = type(block.module).__name__
+        found[block.stack] = (classes if name in classes.split(", ") else f"{classes}, {name}".strip(", "), count + 1)
     return found
 
 
@@ -50,7 +53,9 @@ def page() -> str:
         lines += [f"\n## {title}\n", "| model | stack | blocks |", "|---|---|---|"]
         for name, family in families.items():
             for stack, (cls, count) in stacks_of(family).items():
-                lines.append(f"| {name} | {f'`{stack}`' if stack else 'the model itself'} | {count} x `{cls}` |")
+                where = f"`{stack}`" if stack else "the model itself"
+                classes = "`" + cls.replace(", ", "`, `") + "`"
+                lines.append(f"| {name} | {where} | {count} x {classes} |")
                 name = ""
     return "\n".join(lines) + "\n"
 

@@ -130,6 +130,73 @@ class ResNet(nn.Module):
         return self.fc(self.layer3(self.layer2(self.layer1(x))).mean((2, 3)))
 
 
+class MBConv(nn.Module):
+    """An inverted residual whose activations work in place, on what convolutions and batch norms gave."""
+
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        hidden = 2 * width_in
+        self.keeps_shape = stride == 1 and width_in == width
+        expand = nn.Sequential(nn.Conv2d(width_in, hidden, 1), nn.BatchNorm2d(hidden), nn.SiLU(inplace=True))
+        depthwise = nn.Conv2d(hidden, hidden, 3, stride, padding=1, groups=hidden)
+        project = nn.Sequential(nn.Conv2d(hidden, width, 1), nn.BatchNorm2d(width))
+        self.block = nn.Sequential(expand, nn.Sequential(depthwise, nn.SiLU(inplace=True)), project)
+        self.squeeze = nn.Conv2d(width, width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(x)
+        y = y * F.relu_(self.squeeze(y.mean((2, 3), keepdim=True)))
+        return y + x if self.keeps_shape else y
+
+
+class EfficientNet(nn.Module):
+    """As in torchvision: stages of one and two blocks, where the first of a stage differs from the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 4, 3, 2, padding=1), nn.SiLU(inplace=True)),
+            nn.Sequential(MBConv(4, 4, 1)),
+            nn.Sequential(MBConv(4, 8, 2), MBConv(8, 8, 1)),
+            nn.Sequential(MBConv(8, 16, 2), MBConv(16, 16, 1), MBConv(16, 16, 1)),
+        )
+        self.classifier = nn.Linear(16, 5)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.features(image).mean((2, 3)))
+
+
+class Down(nn.Module):
+    def __init__(self, width_in: int, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.Sequential(nn.Conv2d(width_in, width, 3, 2, padding=1), nn.GroupNorm(1, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.convolutions(x))
+
+
+class Up(Down):
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        x = F.interpolate(x, scale_factor=4)
+        return F.relu(self.convolutions(torch.cat([x, F.interpolate(skip, x.shape[-2:])], 1)))
+
+
+class UNet(nn.Module):
+    """Without containers, as is common: its blocks are numbered attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inc = nn.Conv2d(3, 4, 3, padding=1)
+        self.down1, self.down2 = Down(4, 8), Down(8, 16)
+        self.up1, self.up2 = Up(24, 8), Up(12, 4)
+        self.outc = nn.Conv2d(4, 2, 1)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        first = self.inc(image)
+        second = self.down1(first)
+        return self.outc(self.up2(self.up1(self.down2(second), second), first))
+
+
 class TorchvisionConvNeXt(nn.Module):
     """All in one `Sequential`: stem, stage, downsampling, stage, and so on."""
 
@@ -227,6 +294,10 @@ STRUCTURES: dict[str, Family] = {
     "ConvNeXt (as in torchvision)": Family(
         TorchvisionConvNeXt, images, {"features.1": ("ConvNeXtBlock", 2), "features.3": ("ConvNeXtBlock", 3)}
     ),
+    "EfficientNet (as in torchvision)": Family(
+        EfficientNet, images, {"features.1": ("MBConv", 1), "features.2": ("MBConv", 2), "features.3": ("MBConv", 3)}
+    ),
+    "U-Net without containers": Family(UNet, images, {"": ("Down, Up", 4)}),
     "nn.TransformerEncoder, Decoder": Family(
         EncoderDecoder,
         lambda: {"source": ids(), "target": ids()},

@@ -1,7 +1,6 @@
 """Every model of the table: its blocks are found, and it trains bit for bit as without checkpointing."""
 
 import copy
-import importlib.util
 import warnings
 
 import pytest
@@ -15,12 +14,9 @@ from checkpointing.structures import STRUCTURES
 from lightning_gacp.blocks import find_blocks
 from lightning_gacp.checkpointing import checkpoint_blocks
 
-MISSING = [name for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
-
 
 def case(name: str, family: Family) -> object:
-    needs = "peft" if "PEFT" in name else "transformers" if name in TRANSFORMERS else None
-    return pytest.param(family, id=name, marks=pytest.mark.skipif(needs in MISSING, reason=f"needs {needs}"))
+    return pytest.param(family, id=name)
 
 
 EVERY = [case(*item) for item in {**TRANSFORMERS, **STRUCTURES}.items()]
@@ -34,7 +30,6 @@ def test_blocks_are_found_without_being_told(family: Family) -> None:
     assert stacks_of(family) == family.stacks
 
 
-@pytest.mark.skipif(bool(MISSING), reason="needs transformers and peft")
 def test_the_page_about_blocks_is_up_to_date() -> None:
     assert PAGE.read_text() == page(), "run `python tests/checkpointing/blocks_page.py`"
 
