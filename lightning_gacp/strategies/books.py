@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -116,6 +117,12 @@ class CycleBooks(_Base):
     def _trainer(self) -> Trainer:
         assert self.lightning_module is not None
         return self.lightning_module.trainer
+
+    @property
+    def _fitting(self) -> bool:
+        """Whether a fit runs in this process. Where a launcher's ranks run it, no Trainer is attached to the module."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
 
     @property
     def _manual(self) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -68,7 +67,7 @@ class CycleCheckpoints(CycleBooks):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves a checkpoint, with the open cycle in it unless it holds weights only."""
-        if "optimizer_states" in checkpoint and self._trainer.state.fn == TrainerFn.FITTING:
+        if "optimizer_states" in checkpoint and self._fitting:
             checkpoint[KEY] = state = self._cycle_state()
             if "cycle" in state:
                 self._write_gradients(state["cycle"], filepath)
@@ -152,7 +151,7 @@ class CycleCheckpoints(CycleBooks):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint, and keeps the cycle in it until training starts: Lightning zeroes gradients before."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        if self._fitting:
             self._to_restore, self._restored_from = checkpoint.get(KEY), checkpoint_path
         return checkpoint
 

@@ -128,10 +128,10 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         first hooks that ask for ``estimated_stepping_batches``.
         """
         super().setup_environment()
-        trainer = self._trainer
         length = self.settings.first_length
-        if trainer.state.fn != TrainerFn.FITTING or length is None:
+        if not self._fitting or length is None:
             return
+        trainer = self._trainer
         theirs = trainer.accumulate_grad_batches
         if theirs not in (1, length):
             raise MisconfigurationException(
@@ -212,9 +212,9 @@ class AccumulationMixin(CycleCheckpoints, _Base):
     def process_dataloader(self, dataloader: object) -> object:
         """Puts the look-ahead on the train loader, where something needs it (see ``lookahead.py``)."""
         dataloader = super().process_dataloader(dataloader)
-        trainer = self._trainer
-        if not trainer.training:
+        if not self._fitting or not self._trainer.training:
             return dataloader
+        trainer = self._trainer
         length, ranks = sized_len(dataloader), self._ranks
         if ranks > 1:
             length = shortest(dataloader, trainer, self._rank, ranks, self._sum_over_ranks)
@@ -261,11 +261,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         carried = self._carried == (self._cycles, self._cycle.micro_batches)
         running = self._cycle.closed and not self._finished
         refused = isinstance(exception, MisconfigurationException)
-        if (
-            self._trainer.state.fn == TrainerFn.FITTING
-            and not refused
-            and (running or (self._cycle.open and not carried))
-        ):
+        if self._fitting and not refused and (running or (self._cycle.open and not carried)):
             with warnings.catch_warnings():
                 warnings.simplefilter("always")  # as an error it would take the place of the exception
                 self._discard(f"`{type(exception).__name__}` interrupted their cycle")
@@ -301,8 +297,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Counts the items of a train batch, then moves it to the device."""
         module = self.lightning_module
-        if module is not None and module._trainer is not None and self._trainer.training:
-            assert self._count is not None
+        if self._count is not None and module is not None and module._trainer is not None and self._trainer.training:
             self._counted = self._count.attempt(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 

@@ -28,10 +28,11 @@ def gate_scheduler(scheduler: Any, may_step: Callable[[], bool]) -> bool:
         return False
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return original.step(self, *args, **kwargs) if may_step() else None
+        return super(gated, self).step(*args, **kwargs) if may_step() else None
 
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__, _MARK: original, "step": step}
-    scheduler.__class__ = type(original.__name__, (original,), names)
+    gated: Any = type(original.__name__, (original,), names)
+    scheduler.__class__ = gated
     return True
 
 

@@ -159,7 +159,7 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint; an optimizer that had not stepped yet has no state again."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        if self._trainer.state.fn == TrainerFn.FITTING:
+        if self._fitting:
             for i in checkpoint.get(KEY, {}).get("unstepped", ()):
                 self._gates[i].optimizer.state.clear()
         return checkpoint

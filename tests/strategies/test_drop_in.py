@@ -1,0 +1,76 @@
+"""What Lightning's own strategies do outside a fit, and where a launcher's processes run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.multiprocessing import ProcessRaisedException
+from torch.utils.data import DataLoader
+
+from lightning_gacp.strategies import GACPStrategy
+from lightning_gacp.strategies.schedulers import gate_scheduler, release_scheduler
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Stumbling(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise ArithmeticError("the second batch")
+        return super().training_step(batch, batch_idx)
+
+
+def test_error_of_a_launched_process_is_the_one_that_is_raised() -> None:
+    """The main process has attached no Trainer to the module when it hears of it."""
+    trainer = Trainer(strategy="gacp_ddp_fork", devices=1, accumulate_grad_batches=4, max_epochs=1, **QUIET)
+    with pytest.raises(ProcessRaisedException, match="ArithmeticError: the second batch"):
+        trainer.fit(Stumbling())
+
+
+def test_model_without_a_fit_is_saved(tmp_path: Path) -> None:
+    trainer = Trainer(strategy="gacp", **QUIET)
+    model = BoringModel()
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(tmp_path / "connected.ckpt")
+    saved = torch.load(tmp_path / "connected.ckpt", weights_only=True)
+    assert torch.equal(saved["state_dict"]["layer.weight"], model.layer.weight)
+    assert trainer.strategy.load_checkpoint(tmp_path / "connected.ckpt").keys() == saved.keys()
+
+
+def test_strategy_without_a_trainer_leaves_loaders_and_batches_alone() -> None:
+    strategy = GACPStrategy(device="cpu")
+    loader: DataLoader[Any] = DataLoader([1, 2, 3])  # type: ignore[arg-type]
+    assert strategy.process_dataloader(loader) is loader
+    strategy.connect(BoringModel())
+    assert strategy.process_dataloader(loader) is loader
+    batch = torch.ones(2)
+    assert strategy.batch_to_device(batch) is batch
+
+
+def test_scheduler_with_a_step_that_is_no_method() -> None:
+    """``step`` is looked up as an instance would: a static method, or a stand-in for one, gets no ``self``."""
+    seen: list[tuple[Any, ...]] = []
+
+    class Static:
+        @staticmethod
+        def step(*args: Any) -> int:
+            seen.append(args)
+            return len(seen)
+
+    scheduler = Static()
+    gate_scheduler(scheduler, lambda: True)
+    assert scheduler.step(7) == 1
+    assert seen == [(7,)]
+    release_scheduler(scheduler)
+    assert type(scheduler) is Static
