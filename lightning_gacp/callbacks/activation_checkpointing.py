@@ -13,6 +13,12 @@ from typing_extensions import override
 
 from lightning_gacp.batchnorm import batch_norms, scaled_momentum
 from lightning_gacp.blocks import every_nth, find_blocks
+from lightning_gacp.callbacks.idle import (
+    say_if_no_batch_norm,
+    say_if_not_training,
+    say_if_nothing_moved,
+    say_if_one_is_all,
+)
 from lightning_gacp.checkpointing import checkpoint_blocks
 from lightning_gacp.checkpointing.layer import Recomputation
 from lightning_gacp.wrapping import Applied
@@ -68,6 +74,7 @@ class ActivationCheckpointing(Callback):
         self._patched: Strategy | None = None
         self._batch_norms: dict[str, _BatchNorm] = {}
         self._scaled = ExitStack()
+        self._first = True
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -85,7 +92,10 @@ class ActivationCheckpointing(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first = True
         self._batch_norms = batch_norms(pl_module)
+        if self.scale_batchnorm_momentum:
+            say_if_no_batch_norm(bool(self._batch_norms), trainer.accumulate_grad_batches)
         if self._batch_norms and trainer.accumulate_grad_batches > 1:
             rank_zero_info(_batch_norm_notice(list(self._batch_norms), self.scale_batchnorm_momentum))
 
@@ -104,6 +114,11 @@ class ActivationCheckpointing(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._scaled.close()
+        if self._first and self.applied is not None:
+            self._first = False
+            say_if_not_training(pl_module, self.applied.names)
+            if self.offload:
+                say_if_nothing_moved(self.applied.engine, "offload=True")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -123,6 +138,7 @@ class ActivationCheckpointing(Callback):
             preserve_rng_state=self.preserve_rng_state,
             determinism_check=self.determinism_check,
         )
+        say_if_one_is_all(find_blocks(pl_module, self.blocks), self.every_n_layers)
 
     def _apply_before_strategy_setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Apply when the strategy's `setup` is called, which comes right after `configure_model`."""

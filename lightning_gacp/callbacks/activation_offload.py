@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_gacp.blocks import evenly_spaced, find_blocks
+from lightning_gacp.callbacks.idle import say_if_nothing_moved
 from lightning_gacp.offload import AppliedOffload, offload_blocks
 from lightning_gacp.offload.apply import check_numbers
 
@@ -56,6 +57,7 @@ class ActivationOffload(Callback):
         self.applied: AppliedOffload | None = None
         """What was done to the model, during a fit; its ``engine.stats()`` says what was moved."""
         self._give_hook_back: Callable[[], None] | None = None
+        self._first = True
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -71,10 +73,18 @@ class ActivationOffload(Callback):
             self._apply(trainer, pl_module)
 
     @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first = True
+
+    @override
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        if self.applied is None:
+            return
         # A graph that died without a backward has left what only the engine may give back.
-        if self.applied is not None:
-            self.applied.engine.drain()
+        self.applied.engine.drain()
+        if self._first:
+            self._first = False
+            say_if_nothing_moved(self.applied.engine, "ActivationOffload")
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

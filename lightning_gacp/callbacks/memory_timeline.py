@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning_utilities.core.imports import RequirementCache
 from torch import Tensor
 from torch.optim import Optimizer
@@ -60,12 +60,13 @@ class MemoryTimeline(Callback):
         self._last_step = 0
         self._cycle_begins = True
         self._done = False
+        self._cut_short = False
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start afresh."""
         self._stop()
-        self._cycle_begins, self._done = True, False
+        self._cycle_begins, self._done, self._cut_short = True, False, False
         self._last_step = trainer.global_step
 
     @override
@@ -109,6 +110,21 @@ class MemoryTimeline(Callback):
         """A validation inside the cycle is left out of the picture."""
         if self._recorder is not None:
             self._stop()
+            self._cut_short = True
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say so where there is no picture."""
+        if self._done:
+            return
+        if self._cut_short:
+            why = "a validation fell into each cycle that was to be recorded. Validate at the end of epochs only"
+        else:
+            steps = trainer.global_step
+            why = f"training ended after {steps} optimizer steps, which count from 0. " + (
+                f"Write `step={steps - 1}` or less" if steps else "Train for longer"
+            )
+        rank_zero_warn(f"`MemoryTimeline(step={self.step})` has drawn nothing: {why}.")
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -54,11 +54,11 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], line
 
 
 def size_text(size: float) -> str:
-    """Return a size in bytes as text, in KiB, MiB or GiB (powers of 1024)."""
-    for unit, power in (("GiB", 30), ("MiB", 20)):
+    """Return a size in bytes as text, in B, KiB, MiB or GiB (powers of 1024)."""
+    for unit, power, digits in (("GiB", 30, 2), ("MiB", 20, 2), ("KiB", 10, 1)):
         if abs(size) >= 1 << power:
-            return f"{size / (1 << power):.2f} {unit}"
-    return f"{size / 1024:.1f} KiB"
+            return f"{size / (1 << power):.{digits}f} {unit}"
+    return f"{size:.0f} B"
 
 
 def flops_text(count: float) -> str:

@@ -11,11 +11,13 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LearningRateFinder,
 )
+from offload.simulated import SimulatedDevice
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gacp.batchnorm import momentum_in_cycle
 from lightning_gacp.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_gacp.offload.accelerator import AcceleratorDevice
 from lightning_gacp.wrapping import layer_of
 
 
@@ -296,3 +298,55 @@ class SaveInFit(pl.Callback):
         if trainer.current_epoch == 0:
             trainer.save_checkpoint(self.folder / "in_fit.ckpt")
             torch.save(pl_module.layers, self.folder / "whole.pt")
+
+
+def said(record: pytest.WarningsRecorder) -> list[str]:
+    return [text for warning in record if "LeafSpec" not in (text := str(warning.message))]  # torch's own
+
+
+def test_a_number_of_layers_past_the_last_is_said() -> None:
+    """Three blocks: every fifth is only the first."""
+    with pytest.warns(UserWarning, match=r"`every_n_layers=5` is more than there are blocks in a row \(3\)") as record:
+        trainer(ActivationCheckpointing(every_n_layers=5)).fit(Module())
+    assert len(said(record)) == 1
+    trainer(ActivationCheckpointing(every_n_layers=3)).fit(Module())  # warnings are errors
+
+
+def test_blocks_in_evaluation_mode_are_said_once() -> None:
+    """They keep what they save: recomputation acts on blocks that are trained."""
+
+    class Frozen(Module):
+        def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+            self.layers[0].eval()
+            self.layers[2].eval()
+
+    module = Frozen()
+    with pytest.warns(UserWarning, match="2 of 3 checkpointed blocks are in evaluation mode") as record:
+        trainer(ActivationCheckpointing()).fit(module)
+    assert len(said(record)) == 1
+    assert "`layers.0`, `layers.2`. Write `.train()`" in said(record)[0]
+    steps = [where for where, _ in module.seen].count("training_step")
+    assert module.layers[1].calls - module.layers[0].calls == steps > 0
+
+
+@pytest.mark.parametrize(
+    ("module", "length", "words"),
+    [(Module, 3, "the model has no batch norm"), (None, 1, "without accumulation")],
+    ids=["no batch norm", "no accumulation"],
+)
+def test_momentum_that_has_nothing_to_scale_is_said(module: type[Module] | None, length: int, words: str) -> None:
+    callback = ActivationCheckpointing(scale_batchnorm_momentum=True)
+    with pytest.warns(UserWarning, match=f"`scale_batchnorm_momentum=True` has no effect.*{words}") as record:
+        trainer(callback, accumulate_grad_batches=length).fit((module or NormModule)())
+    assert len(said(record)) == 1
+
+
+def test_offload_that_moves_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs of the blocks are small here. Where there is no accelerator, other words have said it."""
+    device = SimulatedDevice(1)
+    monkeypatch.setattr(AcceleratorDevice, "find", lambda: device)
+    with device, pytest.warns(UserWarning, match="`offload=True` has no effect.* smaller than `min_bytes`") as record:
+        trainer(ActivationCheckpointing(offload=True)).fit(Module())
+    assert len(said(record)) == 1
+    monkeypatch.setattr(AcceleratorDevice, "find", lambda: None)
+    trainer(ActivationCheckpointing(offload=True)).fit(Module())

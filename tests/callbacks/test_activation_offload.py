@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from offload.simulated import SimulatedDevice
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_gacp.callbacks import activation_offload
 from lightning_gacp.callbacks.activation_offload import ActivationOffload
 from lightning_gacp.wrapping import layer_of
 
@@ -82,9 +87,10 @@ def test_without_an_accelerator_it_says_one_line_and_trains_the_same(caplog: pyt
 
 @pytest.mark.parametrize("made_in", ["__init__", "setup", "configure_model"])
 def test_blocks_are_offloaded_wherever_they_are_made(made_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_an_accelerator(monkeypatch)
     module, callback = Module(made_in), ActivationOffload(min_bytes=0, keep_last=0)
-    fit(module, callback)
+    with pretend_an_accelerator(monkeypatch) as device:
+        fit(module, callback)
+    assert device.copies
     assert module.seen == [True, True]
     assert module.layers is not None
     assert layer_of(module.layers[0], "offload") is None, "given back after the fit"
@@ -92,9 +98,8 @@ def test_blocks_are_offloaded_wherever_they_are_made(made_in: str, monkeypatch: 
 
 
 def test_it_is_undone_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_an_accelerator(monkeypatch)
     module = Module(fails=True)
-    with pytest.raises(RuntimeError, match="on purpose"):
+    with pretend_an_accelerator(monkeypatch), pytest.raises(RuntimeError, match="on purpose"):
         fit(module, ActivationOffload())
     assert module.seen == [True]
     assert module.layers is not None and type(module.layers[0]) is nn.Sequential
@@ -125,14 +130,36 @@ def test_wrong_values_are_refused_where_they_are_written(
         ActivationOffload(**arguments)
 
 
-def pretend_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the callback wrap the blocks although nothing can be moved: what is on the CPU is on another device."""
-    from lightning_gacp.callbacks import activation_offload
-    from lightning_gacp.offload.accelerator import AcceleratorDevice
-
+@contextmanager
+def pretend_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    """Let the callback find the simulated device, on which everything is computed meanwhile."""
+    device = SimulatedDevice(1)
     original = activation_offload.offload_blocks
 
     def offload_blocks(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "device": AcceleratorDevice("cuda")})
+        return original(*args, **{**kwargs, "device": device})
 
     monkeypatch.setattr(activation_offload, "offload_blocks", offload_blocks)
+    with device:
+        yield device
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({}, r"\d+ \(\d+ B\) are smaller than `min_bytes`"),
+        ({"min_bytes": 0, "keep_last": 4}, "are in the last blocks, which `keep_last` leaves alone"),
+        ({"min_bytes": 0, "keep_last": 0, "max_host_bytes": 0}, "found no room within `max_host_bytes`"),
+    ],
+    ids=["min_bytes", "keep_last", "max_host_bytes"],
+)
+@pytest.mark.filterwarnings("ignore:.*host memory:UserWarning")
+def test_it_is_said_once_when_nothing_is_moved(
+    arguments: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the setting that keeps everything on the device; and nothing is said where something is moved."""
+    with pretend_an_accelerator(monkeypatch), pytest.warns(UserWarning) as said:
+        fit(Module(), ActivationOffload(**arguments))
+    messages = [str(warning.message) for warning in said if "has no effect" in str(warning.message)]
+    assert len(messages) == 1
+    assert re.search(f"`ActivationOffload` has no effect: .*{why}", messages[0])

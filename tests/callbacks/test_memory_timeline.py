@@ -162,3 +162,24 @@ def test_numbers_are_plain_json(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "gacp_memory.json").read_text())
     assert all(len(row) == 4 for row in rows)
     assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+
+
+def test_no_picture_is_said(tmp_path: Path) -> None:
+    """Eight micro-batches in cycles of two are four steps, from 0: there is no step 4."""
+    with pytest.warns(UserWarning, match=r"`MemoryTimeline\(step=4\)` .* after 4 optimizer steps.*`step=3` or less"):
+        fit(Model(), MemoryTimeline(step=4, dirpath=str(tmp_path)))
+    assert not list(tmp_path.iterdir())
+    fit(Model(), MemoryTimeline(step=3, dirpath=str(tmp_path)))  # warnings are errors
+    assert (tmp_path / "gacp_memory.png").exists()
+
+
+def test_validation_in_every_cycle_is_said(tmp_path: Path) -> None:
+    class Validated(Model):
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.net(batch)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(torch.randn(1, 8))  # type: ignore[arg-type]
+
+    with pytest.warns(UserWarning, match="a validation fell into each cycle"):
+        fit(Validated(), MemoryTimeline(dirpath=str(tmp_path)), val_check_interval=1, num_sanity_val_steps=0)
