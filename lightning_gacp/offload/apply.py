@@ -17,7 +17,8 @@ from lightning_gacp.wrapping import Applied, layer_of, refuse_unwrappable, unwra
 _log = logging.getLogger("lightning_gacp")
 
 NO_ACCELERATOR = (
-    "Activation offload has no effect here: there is no accelerator to move activations from. The numbers are the same."
+    "Activation offload has no effect here: there is no accelerator with memory of its own to move activations from. "
+    "The numbers are the same."
 )
 """The one line of a machine without an accelerator."""
 

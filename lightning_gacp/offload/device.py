@@ -48,6 +48,9 @@ class Device(Protocol):
     def current_stream(self) -> Stream:
         """The stream that the calling thread computes on now."""
 
+    def capturing(self) -> bool:
+        """Whether the stream that the calling thread computes on is being captured into a graph."""
+
     def new_stream(self) -> Stream:
         """Make a stream of our own."""
 

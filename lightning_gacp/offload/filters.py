@@ -44,7 +44,7 @@ class Filter:
         """Why ``tensor`` has to stay on the device, or ``None``."""
         if type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
             return "tensor subclass"
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor():
             return "not a dense layout"
         if not self._device.owns(tensor):
             return "on another device"

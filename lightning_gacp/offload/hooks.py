@@ -54,6 +54,12 @@ class OffloadLayer:
     def _hooks(self, block: nn.Module, device: Device) -> saved_tensors_hooks:
         if _inside_checkpoint():
             raise inside_checkpoint(self.name)
+        if device.capturing():
+            raise RuntimeError(
+                f"`{self.name}` is offloaded, and its forward is being captured into a graph of the device. A replay "
+                "would copy to host memory that belongs to other tensors by then. Capture the model without the "
+                "offload: call `remove()` on what was applied."
+            )
         call = self.engine.begin(self.index)
         keep_because = None if not self.keep else "in one of the last blocks"
         return saved_tensors_hooks(

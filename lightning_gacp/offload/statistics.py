@@ -1,14 +1,15 @@
 """What the engine has done, in numbers."""
 
 from collections import Counter
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
-
-if TYPE_CHECKING:
-    from lightning_gacp.offload.records import Shelf
+from typing import NamedTuple, TypedDict
 
 
 class Stats(TypedDict):
-    """Figures of an engine since it was made. Sizes are bytes."""
+    """Figures of an engine since it was made. Sizes are bytes.
+
+    There are no times among them: to take one costs two events for each copy and each wait. `OffloadEngine.time_with`
+    switches that on, as `GACPMonitor` does, whose report has the time of the copies and what was waited for them.
+    """
 
     active: bool
     """Whether there is a device to offload from."""
@@ -65,6 +66,17 @@ class HostStats(NamedTuple):
     slabs: int = 0
 
 
+class HeldStats(NamedTuple):
+    """Bytes of tensors that are held on the device for a while, the most there were, and the most there may be."""
+
+    nbytes: int = 0
+    peak: int = 0
+    bound: int = 0
+
+
+_NO_HOST_MEMORY, _NOTHING_HELD = HostStats(), HeldStats()
+
+
 class Counters:
     """What is counted while the engine runs."""
 
@@ -86,13 +98,11 @@ class Counters:
         self,
         *,
         active: bool,
-        in_flight: "Shelf",
-        in_flight_bound: int,
-        arriving: "Shelf",
-        arriving_bound: int,
-        live_records: int,
-        host: HostStats,
-        streams: int,
+        in_flight: HeldStats = _NOTHING_HELD,
+        arriving: HeldStats = _NOTHING_HELD,
+        live_records: int = 0,
+        host: HostStats = _NO_HOST_MEMORY,
+        streams: int = 0,
     ) -> Stats:
         """Put the counts and what holds at this moment together."""
         return {
@@ -110,10 +120,10 @@ class Counters:
             "waits": dict(self.waits),
             "in_flight_bytes": in_flight.nbytes,
             "peak_in_flight_bytes": in_flight.peak,
-            "in_flight_bound_bytes": in_flight_bound,
+            "in_flight_bound_bytes": in_flight.bound,
             "arriving_bytes": arriving.nbytes,
             "peak_arriving_bytes": arriving.peak,
-            "arriving_bound_bytes": arriving_bound,
+            "arriving_bound_bytes": arriving.bound,
             "live_records": live_records,
             "host_bytes": host.total,
             "host_used_bytes": host.used,

@@ -1,4 +1,11 @@
-"""Copies between the device and host memory, on two streams of their own. What orders them is said in `engine`."""
+"""Copies between the device and host memory, on two streams of their own.
+
+Note: [Slot]
+    Pinned memory of the host. *out* writes it once; the event ``copied`` marks the end. *in* reads it any number of
+    times, each time after ``copied``: HOST_WRITTEN. ``arrived`` marks the end of the last time. When the record has
+    died, out waits for ``arrived``, SLOT_READ, and the slot may be given to another tensor. Copies out need no order
+    among themselves, as they are on one stream.
+"""
 
 from collections.abc import Callable
 from contextlib import nullcontext

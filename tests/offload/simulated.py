@@ -193,6 +193,9 @@ class SimulatedDevice(TorchDispatchMode):
     def current_stream(self) -> SimulatedStream:
         return getattr(self._current, "stream", self.default_stream)
 
+    def capturing(self) -> bool:
+        return False
+
     def new_stream(self) -> SimulatedStream:
         stream = SimulatedStream(self.clocks.new_stream(), immediate=False)
         self.streams.append(stream)

@@ -26,7 +26,8 @@ def test_without_an_accelerator_nothing_happens_and_one_line_says_so(caplog: pyt
     with caplog.at_level(logging.INFO, logger="lightning_gacp"):
         applied = offload_blocks(model, device=None)
     assert [record.getMessage() for record in caplog.records] == [
-        "Activation offload has no effect here: there is no accelerator to move activations from. "
+        "Activation offload has no effect here: there is no accelerator with memory of its own to move activations "
+        "from. "
         "The numbers are the same."
     ]
     assert applied.names == ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]

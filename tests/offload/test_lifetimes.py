@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_gacp.offload import AppliedOffload, offload_blocks
+from lightning_gacp.offload.outbound import Outbound
 from lightning_gacp.offload.records import Record
 from lightning_gacp.offload.transfers import Transfers
 
@@ -41,7 +42,7 @@ def assert_empty(applied: AppliedOffload) -> None:
     stats = applied.engine.stats()
     for name in ("live_records", "host_used_bytes", "in_flight_bytes", "arriving_bytes"):
         assert stats[name] == 0, name  # type: ignore[literal-required]
-    assert applied.engine._known == {}
+    assert applied.engine._out._known == {}
     assert not applied.engine._order._chain.calls
 
 
@@ -272,8 +273,8 @@ def test_two_models_share_nothing() -> None:
 def test_a_record_hands_its_copy_over_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, device, applied = offloaded()
     buried = []
-    bury = type(applied.engine)._bury
-    monkeypatch.setattr(type(applied.engine), "_bury", lambda self, copy: (buried.append(copy), bury(self, copy)))
+    bury = Outbound.bury
+    monkeypatch.setattr(Outbound, "bury", lambda self, copy: (buried.append(copy), bury(self, copy)))
     with device:
         model(batch()).sum().backward()
     applied.engine.drain()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,20 +131,59 @@ def test_slabs_made_in_inference_mode_can_be_written_outside_of_it() -> None:
     slabs.bytes_of(pieces[0]).fill_(1)
 
 
-def test_available_memory_is_the_lesser_of_the_machine_and_the_container(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    proc = tmp_path / "meminfo"
-    proc.write_text("MemTotal: 100 kB\nMemAvailable: 64 kB\n")
-    assert host.available_bytes(proc, tmp_path) == 64 * 1024
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host.available_bytes(proc, tmp_path) == 64 * 1024
-    (tmp_path / "memory.max").write_text("50000\n")
-    (tmp_path / "memory.current").write_text("20000\n")
-    assert host.available_bytes(proc, tmp_path) == 30000
+def system(root: Path, **files: str) -> Path:
+    """A file system with these files; ``__`` stands for a slash."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MACHINE = {"proc__meminfo": "MemTotal: 100 kB\nMemAvailable: 64 kB\n"}
+
+
+def test_available_memory_is_the_lesser_of_the_machine_and_the_container(tmp_path: Path) -> None:
+    assert host.available_bytes(system(tmp_path, **MACHINE)) == 64 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert host.available_bytes(tmp_path) == 64 * 1024
+    (group / "memory.max").write_text("50000\n")
+    (group / "memory.current").write_text("20000\n")
+    assert host.available_bytes(tmp_path) == 30000
+    # Read files that the kernel keeps in memory count as used, but are no loss.
+    (group / "memory.stat").write_text("anon 11000\ninactive_file 9000\n")
+    assert host.available_bytes(tmp_path) == 39000
+
+
+def test_the_limit_of_a_batch_job_is_that_of_a_group_further_out(tmp_path: Path) -> None:
+    """Without it the job would be killed for the memory of the machine that it was not given."""
+    job = tmp_path / "sys/fs/cgroup/slurm/job_7"
+    system(tmp_path, **MACHINE, proc__self__cgroup="0::/slurm/job_7/step_0/task_0\n")
+    (job / "step_0/task_0").mkdir(parents=True)
+    (job / "step_0/task_0/memory.max").write_text("max\n")
+    (job / "memory.max").write_text("40000\n")
+    (job / "memory.current").write_text("15000\n")
+    assert host.available_bytes(tmp_path) == 25000
+
+
+def test_groups_of_the_first_version_count_too(tmp_path: Path) -> None:
+    job = tmp_path / "sys/fs/cgroup/memory/docker/7"
+    system(tmp_path, **MACHINE, proc__self__cgroup="9:cpu,cpuacct:/docker/7\n4:memory:/docker/7\n0::/\n")
+    job.mkdir(parents=True)
+    (job / "memory.limit_in_bytes").write_text("40000\n")
+    (job / "memory.usage_in_bytes").write_text("15000\n")
+    (job / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 5000\n")
+    assert host.available_bytes(tmp_path) == 30000
 
 
 def test_the_default_cap_leaves_a_reserve_and_is_shared_by_the_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available_bytes", lambda: 8000)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name in host._LOCAL_SIZES:
+        monkeypatch.delenv(name, raising=False)
     assert host.default_cap() == 7000
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert host.default_cap() == 1750
+    for name in host._LOCAL_SIZES:  # torchrun, Open MPI, SLURM
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "4")
+            assert host.default_cap() == 1750

@@ -87,7 +87,7 @@ def test_an_in_place_change_seen_at_the_release_of_the_source_is_autograds_error
         z = (y * 2).detach().requires_grad_()
         y.add_(1)
         model[1](z)
-        assert applied.engine._live == 2 and applied.engine.stats()["waits"]["RELEASED_AT_BOUND"] == 1
+        assert applied.engine._out.live == 2 and applied.engine.stats()["waits"]["RELEASED_AT_BOUND"] == 1
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
 

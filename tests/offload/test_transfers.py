@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_gacp.blocks import every_nth, find_blocks
 from lightning_gacp.checkpointing import checkpoint_blocks
-from lightning_gacp.offload import AppliedOffload, OffloadEngine, offload_blocks, offload_selected
+from lightning_gacp.offload import AppliedOffload, offload_blocks, offload_selected
+from lightning_gacp.offload.outbound import Outbound
 
 from .models import MODELS, Adapter, TransformerBlock, batch, build, gradients, same
 from .simulated import SimulatedDevice
@@ -113,7 +114,7 @@ def test_200_steps_grow_nothing_after_the_largest() -> None:
                 **{name: stats[name] for name in ("host_slabs", "host_bytes", "streams", "events")},
                 "device": (device.events, len(device.streams)),
                 "order": (len(order._following), len(order._learned), len(order._chain.calls)),
-                "engine": (len(engine._known), len(engine._graveyard)),
+                "engine": (len(engine._out._known), len(engine._graveyard)),
             }
         )
         assert stats["live_records"] == 0 and stats["host_used_bytes"] == 0
@@ -228,7 +229,7 @@ def round_trip(device: SimulatedDevice, *saved: Tensor) -> tuple[list[Tensor], A
     """Save tensors in a block, let the sources go, and return what the backward got."""
     model = nn.Sequential(Saver(*saved))
     applied = offload_selected(model, find_blocks(model, Saver), min_bytes=1, keep_last=0, device=device)
-    with device, patch.object(OffloadEngine, "_in_flight_bound", 0):  # nothing stays in flight
+    with device, patch.object(Outbound, "bound", 0):  # nothing stays in flight
         end = model(torch.ones(3, requires_grad=True))
         model[0].saved = ()
         end.sum().backward()
