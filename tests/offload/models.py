@@ -42,7 +42,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
-        mask = torch.full((tokens.shape[1], tokens.shape[1]), -1e9).triu(1)
+        mask = torch.full((tokens.shape[1], tokens.shape[1]), -1e9, device=tokens.device).triu(1)
         for block in self.blocks:
             x = block(x, mask=mask)
         return self.head(x)
@@ -59,7 +59,7 @@ class EncoderDecoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         states, x = self.embed(tokens), self.embed(tokens.flip(1))
-        mask = torch.zeros(tokens.shape[1], tokens.shape[1])
+        mask = torch.zeros(tokens.shape[1], tokens.shape[1], device=tokens.device)
         for block in self.encoder:
             states = block(states, mask)
         for block in self.decoder:
@@ -184,7 +184,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 
 def build(name: str) -> nn.Module:
     """The model, with the same weights each time."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         return MODELS[name][0]()
 

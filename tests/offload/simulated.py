@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_gacp.offload.device import Site
+from lightning_gacp.offload.device import Device, Site
 
 from .clocks import Clocks
 
@@ -150,6 +150,11 @@ class SimulatedDevice(TorchDispatchMode):
     def races(self) -> list[str]:
         """Accesses that no event orders."""
         return self.clocks.races
+
+    @property
+    def back_end(self) -> Device:
+        """What the engine is given."""
+        return self
 
     def compute_stream(self) -> SimulatedStream:
         """A stream that a model may compute on."""

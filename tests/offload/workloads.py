@@ -33,12 +33,16 @@ def workload(function: Workload) -> Workload:
 
 def run(name: str, seed: int, disabled: frozenset[Site] = frozenset()) -> list[str]:
     """Run a workload under the schedule of ``seed``, and return everything that is wrong."""
-    device = SimulatedDevice(seed, disabled)
+    return run_on(SimulatedDevice(seed, disabled), name, seed)
+
+
+def run_on(device: SimulatedDevice, name: str, seed: int) -> list[str]:
+    """Run a workload on ``device``, and return everything that is wrong."""
     torch.manual_seed(seed)
     try:
         problems = list(WORKLOADS[name](device, random.Random(f"{name} {seed}")))
     except Exception as error:  # with a site disabled, anything may happen
-        if not disabled:
+        if not device.disabled:
             raise
         problems = [f"{type(error).__name__}: {error}"]
     device.finish()
@@ -53,7 +57,7 @@ def offloaded(model: nn.Module, patterns: list[str], device: SimulatedDevice, ch
         min_bytes=chance.choice((1, 64)),
         keep_last=chance.choice((0, 0, 1)),
         prefetch=chance.choice((0, 1, 1, 2)),
-        device=device,
+        device=device.back_end,
     )
 
 
