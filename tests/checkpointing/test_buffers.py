@@ -1,6 +1,7 @@
 """State that a forward changes is changed once, and the recomputation sees it as the forward saw it."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -237,6 +238,25 @@ def test_batch_norm_counts_its_batches_once() -> None:
     checkpoint_blocks(checkpointed, blocks=BatchNorm)
     train(checkpointed, BATCHES, loss)
     assert checkpointed[1].norm.num_batches_tracked == len(BATCHES)
+
+
+def train_synchronised(rank: int, rendezvous: str, device: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    batches = [batch.to(device) + rank for batch in BATCHES]
+    plain = model(BatchNorm)
+    if device != "cpu":
+        plain = nn.SyncBatchNorm.convert_sync_batchnorm(plain).to(device)
+    checkpointed = copy.deepcopy(plain)
+    checkpoint_blocks(checkpointed, blocks=BatchNorm)
+    assert_equal(train(checkpointed, batches, loss), train(plain, batches, loss))
+    assert checkpointed[1].norm.num_batches_tracked == len(batches)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.cuda
+def test_synchronised_batch_norm_moves_its_statistics_once(tmp_path: Path) -> None:
+    """It exists on CUDA only, and needs two ranks; gloo lets them share a device. Spawned, as CUDA cannot be forked."""
+    torch.multiprocessing.spawn(train_synchronised, (f"file://{tmp_path / 'rendezvous'}", "cuda:0"), nprocs=2)
 
 
 def test_batch_norm_unfrozen_late() -> None:
