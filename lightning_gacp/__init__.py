@@ -22,6 +22,7 @@ from lightning_gacp.strategies import (
     GACPModelParallelStrategy,
     GACPStrategy,
 )
+from lightning_gacp.strategies.single_device import register
 
 __all__ = [
     "AccumulationCycle",
@@ -46,3 +47,5 @@ __all__ = [
 
 for _strategy in (GACPStrategy, GACPDDPStrategy, GACPModelParallelStrategy, GACPFSDPStrategy):
     _strategy.register_strategies(StrategyRegistry)
+    # What a lone `--trainer.strategy=lightning_gacp.GACPStrategy` comes to: Lightning takes it for a name.
+    register(StrategyRegistry, f"{__name__}.{_strategy.__name__}".lower(), _strategy, f"`{_strategy.strategy_name}`")

@@ -22,6 +22,16 @@ from lightning_gacp.callbacks.treatment import Treatment, treatments
 SHOWN = 3
 """So many remedies are shown."""
 
+_WORDS = ("out of memory", "can't allocate memory")
+"""What back ends say that raise no error of their own: ROCm's libraries, and the allocator of the CPU."""
+
+_BATCHES = {
+    "validation": ("val_dataloader", "val_batch_size"),
+    "the test": ("test_dataloader", "test_batch_size"),
+    "prediction": ("predict_dataloader", "predict_batch_size"),
+}
+"""Phases without a backward: where their batches come from."""
+
 
 class Remedy(NamedTuple):
     """One setting to change.
@@ -91,6 +101,16 @@ class OOMAdvice(Callback):
         self._phase = "validation"
 
     @override
+    def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Note the phase."""
+        self._phase = "the test"
+
+    @override
+    def on_predict_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Note the phase."""
+        self._phase = "prediction"
+
+    @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add the advice, where memory has run out."""
         if self._costs is not None:
@@ -123,10 +143,11 @@ class OOMAdvice(Callback):
         if self._phase == "the optimizer step":
             yield from self._for_the_step(parameters)
             return
-        if self._phase == "validation":
-            yield Remedy(
-                "use smaller batches in `val_dataloader`", "data: {val_batch_size: 1}  # your own argument", None
-            )
+        if self._phase in _BATCHES:
+            loader, argument = _BATCHES[self._phase]
+            yield Remedy(f"use smaller batches in `{loader}`", f"data: {{{argument}: 1}}  # your own argument", None)
+            yield from self._bfloat16(trainer, None)
+            return
         settings = getattr(trainer.strategy, "settings", None)
         if settings is not None and not settings.free_gradients:
             freed = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
@@ -138,11 +159,12 @@ class OOMAdvice(Callback):
         if self._batch_size is None or self._batch_size > 1:
             yield self._smaller_micro_batches(trainer)
         yield from self._recompute_and_offload()
-        if str(trainer.precision) in ("32-true", "32"):
-            yield Remedy(
-                "train in bfloat16 (other rounding)", "trainer: {precision: bf16-mixed}", _half(self._kept_bytes())
-            )
+        yield from self._bfloat16(trainer, _half(self._kept_bytes()))
         yield from self._for_the_step(parameters)
+
+    def _bfloat16(self, trainer: Trainer, saves: int | None) -> Iterator[Remedy]:
+        if str(trainer.precision) in ("32-true", "32"):
+            yield Remedy("compute in bfloat16 (other rounding)", "trainer: {precision: bf16-mixed}", saves)
 
     def _smaller_micro_batches(self, trainer: Trainer) -> Remedy:
         cycle = trainer.accumulate_grad_batches
@@ -228,7 +250,8 @@ def is_out_of_memory(exception: BaseException) -> bool:
     """Whether ``exception`` says that a device's memory has run out; also where a back end raises a plain error."""
     if isinstance(exception, torch.OutOfMemoryError):
         return True
-    return isinstance(exception, RuntimeError) and "out of memory" in str(exception).lower()
+    text = str(exception).lower()
+    return isinstance(exception, RuntimeError) and any(words in text for words in _WORDS)
 
 
 def attach(exception: BaseException, text: str) -> None:

@@ -57,6 +57,7 @@ class ItemCount:
         if self.described:
             return
         self.described = "the items that come with each loss" if handed_over else repr(self._counter)
-        rank_zero_info(f"{strategy}: cycles of {length} micro-batches, weighted by {self.described}")
+        cycles = f"cycles of {length} micro-batch{'es' if length > 1 else ''}"
+        rank_zero_info(f"{strategy}: {cycles}, weighted by {self.described}")
         if not handed_over and length > 1 and isinstance(self._counter, EqualWeights) and self._counter.advice:
             rank_zero_warn(self._counter.advice)

@@ -116,10 +116,22 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         self._hooks: list[Any] = []
         self._gated_schedulers: list[Any] = []
         self._trainers_value: int | None = None  # what to put back at teardown
+        self._hidden_value: int | None = None  # what Lightning's check must not see
         self._schedule_value = 0  # what our own schedule has set
         super().__init__(**kwargs)
 
     # ---------------------------------------------------------------- set-up
+
+    def connect(self, model: LightningModule) -> None:
+        """Hides the Trainer's length of a cycle in manual optimization, until Lightning's check of it has passed."""
+        super().connect(model)
+        trainer = model._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not model.automatic_optimization:
+            self._hidden_value, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
+
+    def _show_hidden_value(self) -> None:
+        if self._hidden_value is not None:
+            self._trainer.accumulate_grad_batches, self._hidden_value = self._hidden_value, None
 
     def setup_environment(self) -> None:
         """Tells the Trainer the length of a cycle.
@@ -128,6 +140,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         first hooks that ask for ``estimated_stepping_batches``.
         """
         super().setup_environment()
+        self._show_hidden_value()
         length = self.settings.first_length
         if not self._fitting or length is None:
             return
@@ -280,6 +293,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         if self.settings.grad_dtype is not None:
             for gate in self._gates:
                 accumulate_in_own(gate.parameters)
+        self._show_hidden_value()  # where the check has failed
         if self._trainers_value is not None:
             self._trainer.accumulate_grad_batches = self._trainers_value
             self._trainers_value = None

@@ -136,6 +136,9 @@ def test_the_phase_is_named(phase: str, words: str) -> None:
 def test_a_back_ends_own_error_counts_too() -> None:
     assert "memory ran out" in note(Model("forward", RuntimeError))
     assert is_out_of_memory(RuntimeError("HIP out of memory. Tried to allocate"))
+    with pytest.raises(RuntimeError) as of_the_cpu:
+        torch.empty(1 << 62, dtype=torch.uint8)  # more than there are addresses
+    assert is_out_of_memory(of_the_cpu.value)
     assert not is_out_of_memory(ValueError("out of memory"))
 
 
@@ -160,3 +163,29 @@ def test_a_model_without_blocks_gets_advice_as_well() -> None:
     assert "halve the micro-batch" in text
     assert "unknown amount" in text
     assert "recompute" not in text
+
+
+@pytest.mark.parametrize("what", ["validate", "test", "predict"])
+def test_outside_of_a_fit(what: str) -> None:
+    """No backward, nothing to recompute: smaller batches of that loader, or half the precision."""
+    words = {"validate": "validation", "test": "the test", "predict": "prediction"}[what]
+
+    class Evaluated(Model):
+        def test_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.fail_in("validation")
+
+        def predict_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.fail_in("validation")
+
+    trainer = L.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=[OOMAdvice()], strategy="gacp"
+    )
+    data = DataLoader([torch.randn(2, 4)], batch_size=None)  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        getattr(trainer, what)(Evaluated("validation"), data)
+    text = raised.value.__notes__[0]
+    assert f"memory ran out in {words}. What to change" in text
+    assert re.findall(r"^\d\. (.*); saves", text, re.MULTILINE) == [
+        f"use smaller batches in `{what[:3] if what == 'validate' else what}_dataloader`",
+        "compute in bfloat16 (other rounding)",
+    ]

@@ -39,6 +39,7 @@ RUN = [
 ]
 WORKING = {
     "the registered name": ["--trainer.strategy=gacp", "--trainer.accumulate_grad_batches=3"],
+    "the class alone": [f"--trainer.strategy={STRATEGY}", "--trainer.accumulate_grad_batches=3"],
     "class and one option": [f"--trainer.strategy={STRATEGY}", "--trainer.strategy.accumulate_grad_batches=3"],
     "class_path and init_args": [
         f"--trainer.strategy.class_path={STRATEGY}",
@@ -104,6 +105,7 @@ CLASSES = [
     "GACPStrategy",
     "GACPDDPStrategy",
     "GACPModelParallelStrategy",
+    "GACPFSDPStrategy",
     "ActivationCheckpointing",
     "ActivationOffload",
     "GACPMonitor",

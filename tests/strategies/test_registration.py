@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import lightning_gacp
 from lightning_gacp import GACPDDPStrategy, GACPFSDPStrategy, GACPModelParallelStrategy, GACPStrategy
-from tests.strategies.models import Automatic, count, loader, quiet_trainer, ragged_batches
+from tests.strategies.models import Automatic, Manual, count, loader, quiet_trainer, ragged_batches
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,31 @@ def test_trainer_takes_the_name() -> None:
     assert trainer.strategy.counting == "the module's own `count_items(batch)`"
     assert isinstance(trainer.strategy, GACPStrategy)
     assert trainer.global_step == 2
+
+
+def test_trainer_takes_the_path_of_the_class() -> None:
+    """As Lightning's command line hands it over, when nothing else is said with it."""
+    trainer = quiet_trainer(strategy="lightning_gacp.GACPStrategy")
+    assert isinstance(trainer.strategy, GACPStrategy)
+
+
+def test_the_trainers_number_counts_in_manual_optimization() -> None:
+    """Lightning refuses it; ours takes it, gives it back, and the weights are those of the strategy's own setting."""
+    batches = ragged_batches([4, 5, 3, 6, 2])
+    weights = []
+    for ours, theirs in ((2, 1), (None, 2)):
+        strategy = GACPStrategy(accumulate_grad_batches=ours, num_items="labels")
+        trainer = quiet_trainer(strategy=strategy, accumulate_grad_batches=theirs)
+        for _ in range(2):  # a second fit begins where the first has left the Trainer
+            module = Manual()
+            trainer.fit(module, loader(batches))
+            assert trainer.accumulate_grad_batches == theirs
+        weights.append([parameter.detach() for parameter in module.parameters()])
+    assert all(map(torch.equal, *weights))
+    refused = quiet_trainer(strategy="gacp", accumulate_grad_batches=2, gradient_clip_val=1.0)
+    with pytest.raises(MisconfigurationException, match="Automatic gradient clipping is not supported"):
+        refused.fit(Manual(), loader(batches))
+    assert refused.accumulate_grad_batches == 2
 
 
 @pytest.fixture
