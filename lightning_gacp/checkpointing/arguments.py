@@ -66,7 +66,7 @@ def without_caches(
     caches = [value for key, value in given if _is_object(value) and (key in _CACHE_NAMES or _is_cache_class(value))]
     if not caches:
         return args, kwargs
-    if any(_length(cache, block) > 0 for cache in caches):
+    if any(_has_content(cache, block) for cache in caches):
         _warn_once(
             (type(block).__qualname__, "kept"),
             f"`{name}` was called in training with a key-value cache that has content, which a recomputation would "
@@ -94,13 +94,24 @@ def _is_cache_class(value: Any) -> bool:
     return any(cls.__name__.endswith("Cache") for cls in type(value).__mro__)
 
 
-def _length(cache: Any, block: nn.Module) -> int:
-    """How many positions a cache holds for this block; 1 where it does not say."""
-    indices = (module.__dict__["layer_idx"] for module in block.modules() if "layer_idx" in module.__dict__)
+def _has_content(cache: Any, block: nn.Module) -> bool:
+    """Whether a cache holds something for this block; what does not say is searched for tensors."""
+    index = next((part.__dict__["layer_idx"] for part in block.modules() if "layer_idx" in part.__dict__), 0)
     try:
-        return int(cache.get_seq_length(next(indices, None) or 0))
-    except (AttributeError, TypeError, IndexError):
-        return 1
+        return bool(cache.get_seq_length(index) > 0)
+    except (AttributeError, TypeError, IndexError, ValueError, NotImplementedError):
+        pass  # such as the states of linear attention, which have no length
+    layers = getattr(cache, "layers", None)
+    if isinstance(layers, list):
+        return index < len(layers) and _holds_tensors(layers[index])
+    return _holds_tensors(cache)
+
+
+def _holds_tensors(holder: Any) -> bool:
+    if not hasattr(holder, "__dict__"):
+        return True  # cannot be looked into
+    leaves = pytree.tree_leaves(dict(vars(holder)))
+    return any(isinstance(leaf, torch.Tensor) and leaf.numel() > 0 for leaf in leaves)
 
 
 _warned: set[tuple[str, str]] = set()

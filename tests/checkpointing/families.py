@@ -272,6 +272,11 @@ TRANSFORMERS: dict[str, Family] = {
         text_batch,
         {"model.layers": ("Qwen3MoeDecoderLayer", 3)},
     ),
+    "LFM2 (convolutions and attention)": Family(
+        causal("Lfm2", num_key_value_heads=1, layer_types=["conv", "full_attention", "conv"]),
+        text_batch,
+        {"model.layers": ("Lfm2DecoderLayer", 3)},
+    ),
     "LLaVA (vision and language)": Family(
         llava,
         llava_batch,

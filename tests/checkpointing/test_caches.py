@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from checkpointing.families import TRANSFORMERS, loss_of
 from checkpointing.models import assert_equal, saved_bytes, train
 from lightning_gacp.checkpointing import arguments, checkpoint_blocks
 
@@ -96,6 +97,31 @@ def test_a_cache_that_has_content_is_read() -> None:
     assert_equal(found, train(plain, [X, X], loss))
 
 
+class StateCache:
+    """The states of linear attention, which have no length."""
+
+    def __init__(self, **states: object) -> None:
+        self.states = states
+        self.layers_seen: list[int] = []
+
+    def update(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
+        self.layers_seen.append(layer)
+        return keys + self.states.get("before", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [({}, "Checkpointed blocks run without it"), ({"before": torch.ones(1)}, "runs without checkpointing")],
+)
+def test_a_cache_without_a_length_is_searched_for_tensors(states: dict, message: str) -> None:
+    model = Model(True)
+    checkpoint_blocks(model)
+    cache = StateCache(**states)
+    with pytest.warns(UserWarning, match=message):
+        model(X, cache).backward()
+    assert cache.layers_seen == ([0, 1, 2] if states else [])
+
+
 def test_evaluation_keeps_the_cache() -> None:
     model = Model(True).eval()
     checkpoint_blocks(model)
@@ -138,11 +164,9 @@ def test_pairs_of_tensors_are_no_objects_to_write_to() -> None:
     assert_equal(train(checkpointed, [X]), train(plain, [X]))
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT-2", "OPT", "Qwen3-MoE"])
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "Qwen3-MoE", "Whisper", "LFM2 (convolutions and attention)"])
 def test_transformers_models_that_use_their_cache_by_default(family: str) -> None:
-    pytest.importorskip("transformers")
-    from checkpointing.families import TRANSFORMERS, loss_of
-
+    """Also with layers whose cache has no length: it must not be taken for one that has content."""
     plain = TRANSFORMERS[family].make()
     batch = TRANSFORMERS[family].batch()
     bytes_without_cache = []
