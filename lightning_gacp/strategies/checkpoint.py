@@ -68,9 +68,10 @@ class CycleCheckpoints(CycleBooks):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves a checkpoint, with the open cycle in it unless it holds weights only."""
         if "optimizer_states" in checkpoint and self._fitting:
-            checkpoint[KEY] = state = self._cycle_state()
+            state = self._cycle_state()
             if "cycle" in state:
                 self._write_gradients(state["cycle"], filepath)
+            checkpoint = {**checkpoint, KEY: state}  # the hooks of modules and callbacks may have kept theirs
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _cycle_state(self) -> dict[str, Any]:
@@ -88,18 +89,18 @@ class CycleCheckpoints(CycleBooks):
         if running and self._current is not None and self._current.step is not None:
             # In mid-backward, or in the step: what is gathered is neither of before nor of after this micro-batch.
             # It will be run again, if the loader can resume.
-            state["lost"] = self._cycle.micro_batches - 1
+            state["lost"] = self._cycle.losses - self._current.has_loss
             state["why"] = "the checkpoint was written while one of them was running"
         elif not self._cycle.open:
             return state
         elif progress.is_last_batch:
-            state["lost"], state["why"] = self._cycle.micro_batches, "the epoch ended inside a cycle"
+            state["lost"], state["why"] = self._cycle.losses, "the epoch ended inside a cycle"
         elif why := self._cannot_carry or self._ranks_may_be_missing():
-            state["lost"], state["why"] = self._cycle.micro_batches, why
+            state["lost"], state["why"] = self._cycle.losses, why
             if not self._ranks_may_be_missing():
                 rank_zero_warn(
                     f"A checkpoint was written inside a cycle, and holds the weights of its beginning: {why}."
-                    f" A run resumed from it will be without these {self._cycle.micro_batches} micro-batches."
+                    f" A run resumed from it will be without these {self._cycle.losses} micro-batches."
                 )
         else:
             state["cycle"] = self._open_cycle_state()
@@ -134,6 +135,7 @@ class CycleCheckpoints(CycleBooks):
             "ranks": self._ranks,
             "loss_reduction": cycle.loss_reduction,
             "micro_batches": cycle.micro_batches,
+            "losses": cycle.losses,
             "items": items,
             "losses_without_items": without_items,
             "reference": cycle.reference,
@@ -152,7 +154,7 @@ class CycleCheckpoints(CycleBooks):
         """Loads a checkpoint, and keeps the cycle in it until training starts: Lightning zeroes gradients before."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         if self._fitting:
-            self._to_restore, self._restored_from = checkpoint.get(KEY), checkpoint_path
+            self._to_restore, self._restored_from = checkpoint.pop(KEY, None), checkpoint_path
         return checkpoint
 
     def _restore_cycle(self) -> None:
@@ -173,7 +175,7 @@ class CycleCheckpoints(CycleBooks):
         if cycle is None:
             self._lose(state.get("lost", 0), state.get("why", ""))
         elif why := self._cannot_continue(cycle, trained_batches(self._trainer)):
-            self._lose(cycle["micro_batches"], why)
+            self._lose(cycle["losses"], why)
         else:
             self._continue_cycle(cycle)
 
@@ -199,6 +201,7 @@ class CycleCheckpoints(CycleBooks):
         self._cycle.load_state_dict(
             {
                 "micro_batches": state["micro_batches"],
+                "losses": state["losses"],
                 "items": state["items"] / self._ranks,
                 "losses_without_items": state["losses_without_items"] / self._ranks,
                 "reference": None if state["reference"] is None else state["reference"] * ratio,

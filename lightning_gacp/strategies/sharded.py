@@ -121,6 +121,7 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
     """
 
     strategy_name = "gacp_model_parallel"
+    _folder_written: str | None = None  # by the last checkpoint, of an open cycle's gradients
 
     def __init__(self, defer_gradient_sync: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -138,6 +139,9 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
     @property
     def _cannot_carry(self) -> str:
         return "with `defer_gradient_sync=True` its gradients are out of reach" if self.defer_gradient_sync else ""
+
+    def _ranks_may_be_missing(self) -> str:
+        return ""  # to gather or write the weights themselves takes all ranks here
 
     def _for_checkpoint(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         return gradients if self._save_distributed_checkpoint else [copy_whole(gradient) for gradient in gradients]
@@ -160,21 +164,22 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
         """Loads a checkpoint; an optimizer that had not stepped yet has no state again."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         if self._fitting:
-            for i in checkpoint.get(KEY, {}).get("unstepped", ()):
+            for i in (self._to_restore or {}).get("unstepped", ()):
                 self._gates[i].optimizer.state.clear()
         return checkpoint
 
     def _write_gradients(self, cycle: dict[str, Any], filepath: Any) -> None:
         if self._save_distributed_checkpoint:
             path = Path(self.broadcast(filepath))
-            cycle["folder"] = f"{KEY}/{self._trainer.fit_loop.epoch_loop.total_batch_idx}"
+            self._folder_written = cycle["folder"] = f"{KEY}/{self._trainer.fit_loop.epoch_loop.total_batch_idx}"
             cycle.update(write_shards(path, cycle["folder"], cycle["gradients"], cycle["aside"], self.is_global_zero))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves a checkpoint; under FSDP2 the gradients of an open cycle go into a folder of its own in it."""
+        self._folder_written = None
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._save_distributed_checkpoint and self.is_global_zero:
-            remove_other_shards(Path(filepath) / KEY, checkpoint.get(KEY, {}).get("cycle", {}).get("folder"))
+            remove_other_shards(Path(filepath) / KEY, self._folder_written)
 
     def _folder(self, cycle: dict[str, Any]) -> Path:
         return Path(self.broadcast(self._restored_from)) / str(cycle.get("folder"))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
@@ -46,6 +47,40 @@ def test_model_without_a_fit_is_saved(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "connected.ckpt", weights_only=True)
     assert torch.equal(saved["state_dict"]["layer.weight"], model.layer.weight)
     assert trainer.strategy.load_checkpoint(tmp_path / "connected.ckpt").keys() == saved.keys()
+
+
+class Keeping(BoringModel):
+    """Keeps the checkpoints that its hooks are shown."""
+
+    def on_fit_start(self) -> None:
+        self.shown: list[dict[str, Any]] = []
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.shown.append(checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint.keys()
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.parametrize("batches", [2, 3])
+def test_hooks_see_the_checkpoints_of_lightning(batches: int, tmp_path: Path) -> None:
+    """What is added for the cycle, open after 3 batches and closed after 2, is in the file alone."""
+    seen = []
+    for strategy in ("auto", "gacp"):
+        model, path = Keeping(), tmp_path / f"{strategy}.ckpt"
+        options = {"strategy": strategy, "accumulate_grad_batches": 2, "max_epochs": 1, "limit_val_batches": 0, **QUIET}
+        save = LambdaCallback(
+            on_train_batch_end=lambda trainer, *args, path=path: (
+                args[-1] == batches - 1 and trainer.save_checkpoint(path)
+            )
+        )
+        Trainer(callbacks=save, limit_train_batches=4, **options).fit(model)
+        resumed = Keeping()
+        Trainer(limit_train_batches=4, **options).fit(resumed, ckpt_path=path)
+        seen.append(([checkpoint.keys() for checkpoint in model.shown], resumed.loaded))
+    assert seen[0] == seen[1]
+    assert "lightning_gacp" in torch.load(path, weights_only=True)
 
 
 def test_strategy_without_a_trainer_leaves_loaders_and_batches_alone() -> None:

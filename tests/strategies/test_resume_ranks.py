@@ -244,9 +244,8 @@ def test_an_exception_on_one_rank_does_not_wait_for_the_others(tmp_path):
 def _fails_on_rank_1(rank: int, folder: str) -> Any:
     class SavesNothingElse(Callback):
         def on_exception(self, trainer, *args):
-            checkpoint: dict[str, Any] = {"optimizer_states": []}
-            trainer.strategy.save_checkpoint(checkpoint, os.path.join(folder, f"{rank}.ckpt"))
-            found.append(checkpoint["lightning_gacp"]["lost"])
+            trainer.strategy.save_checkpoint({"optimizer_states": []}, os.path.join(folder, f"{rank}.ckpt"))
+            found.append(trainer.strategy._cycle_state()["lost"])  # rank 0 alone writes a file
 
     class Fails(Learner):
         def on_train_batch_end(self, outputs, batch, batch_idx):
