@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,15 @@ def draw(
         places.insert(0, max(places[0] - 1, 0))  # from the end of the last operation before the phase
         times = [samples[place].ms for place in places]
         sizes = [samples[place].bytes / scale for place in places]
-        axes.fill_between(times, sizes, step="pre", color=_COLOURS[phase], linewidth=0)
+        # Without smooth edges, which would leave a light seam between two areas.
+        axes.fill_between(times, sizes, step="pre", color=_COLOURS[phase], linewidth=0, antialiased=False)
     axes.step([s.ms for s in samples], [s.bytes / scale for s in samples], where="pre", color="#333333", linewidth=0.8)
     handles: list[Any] = [
         Patch(color=_COLOURS[phase], label=phase) for phase in PHASES if any(s.phase == phase for s in samples)
     ]
     if before:
-        stretch = samples[-1].ms / before[-1].ms  # the same step on the same axis, whatever each recording took
         (line,) = axes.step(
-            [s.ms * stretch for s in before],
+            times_of(before, samples),
             [s.bytes / scale for s in before],
             where="pre",
             color="#7f7f7f",
@@ -58,27 +58,39 @@ def draw(
         )
         handles.append(line)
 
-    starts = [run_start(samples, number) for number in range(max(s.micro_batch for s in samples) + 1)]
+    starts = borders(samples)[:-1]
     for start in starts[1:]:
         axes.axvline(start, color="#333333", linewidth=0.6, linestyle=":")
     axes.axhline(peak.bytes / scale, color="#333333", linewidth=0.6)
     axes.set_ylim(0, highest / scale * 1.12)
     axes.set_xlim(0, samples[-1].ms)
-    axes.annotate(
-        f"peak {peak.bytes / scale:.1f} {unit}, {peak.phase} of micro-batch {peak.micro_batch + 1} of {len(starts)}",
-        (samples[-1].ms, peak.bytes / scale),
-        xytext=(-6, 4),
-        textcoords="offset points",
-        horizontalalignment="right",
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},  # the other line may run here
-    )
     axes.set_xlabel("time in the step, slowed by the recording [ms]; dotted: the next micro-batch")
     axes.set_ylabel(f"{measured} [{unit}]")
-    axes.set_title(title, loc="left")
+    where = f"{peak.phase} of micro-batch {peak.micro_batch + 1} of {len(starts)}"
+    axes.set_title(f"{title}\npeak {peak.bytes / scale:.1f} {unit} in the {where}", loc="left", fontsize="medium")
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def run_start(samples: Sequence[Sample], micro_batch: int) -> float:
-    """Return when a micro-batch began, in milliseconds."""
-    return next(sample.ms for sample in samples if sample.micro_batch == micro_batch)
+def borders(samples: Sequence[Sample]) -> list[float]:
+    """Return when each micro-batch began, and when the last ended, in milliseconds."""
+    changes = [last.ms for last, sample in pairwise(samples) if last.micro_batch != sample.micro_batch]
+    return [samples[0].ms, *changes, samples[-1].ms]
+
+
+def times_of(before: Sequence[Sample], samples: Sequence[Sample]) -> list[float]:
+    """Return the times of another recording on the axis of this one.
+
+    Each micro-batch is stretched to the length of its counterpart, whatever it took; where there are not as many, the
+    whole step is.
+    """
+    theirs, ours = borders(before), borders(samples)
+    if len(theirs) != len(ours):
+        theirs, ours = [theirs[0], theirs[-1]], [ours[0], ours[-1]]
+    times, place = [], 0
+    for sample in before:
+        while place + 2 < len(theirs) and sample.ms >= theirs[place + 1]:
+            place += 1
+        share = (sample.ms - theirs[place]) / ((theirs[place + 1] - theirs[place]) or 1.0)
+        times.append(ours[place] + share * (ours[place + 1] - ours[place]))
+    return times

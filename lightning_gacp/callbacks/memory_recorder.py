@@ -55,12 +55,12 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = "forward"
         self.micro_batch = 0
         self._device = device
-        self._start = time.perf_counter()
         self._counted: dict[int, weakref.ref[Any]] = {}
         self._bytes = 0
         if device.type == "cpu":
             for tensor in alive:
                 self._count(tensor)
+        self._start = time.perf_counter()
         self._sample()
 
     def __torch_dispatch__(

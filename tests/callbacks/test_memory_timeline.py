@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import lightning_gacp as gacp
 from lightning_gacp.callbacks import memory_timeline
 from lightning_gacp.callbacks.activation_checkpointing import ActivationCheckpointing
+from lightning_gacp.callbacks.memory_plot import borders, times_of
 from lightning_gacp.callbacks.memory_recorder import MemoryRecorder, Sample
 from lightning_gacp.callbacks.memory_timeline import MemoryTimeline, read
 
@@ -183,3 +184,13 @@ def test_validation_in_every_cycle_is_said(tmp_path: Path) -> None:
 
     with pytest.warns(UserWarning, match="a validation fell into each cycle"):
         fit(Validated(), MemoryTimeline(dirpath=str(tmp_path)), val_check_interval=1, num_sanity_val_steps=0)
+
+
+def test_another_recording_is_drawn_on_the_axis_of_this_one() -> None:
+    """Micro-batch on micro-batch where there are as many, else the whole on the whole."""
+    ours = [Sample(ms, 1, "forward", place) for ms, place in ((0, 0), (10, 0), (15, 1), (40, 1), (50, 2))]
+    theirs = [Sample(ms, 1, "forward", place) for ms, place in ((0, 0), (50, 0), (100, 0), (200, 1), (300, 2))]
+    assert borders(ours) == [0, 10, 40, 50]
+    assert times_of(theirs, ours) == [0, 5, 10, 40, 50]
+    theirs[-1:] = []
+    assert times_of(theirs, ours) == [0, 12.5, 25, 50]  # of two micro-batches onto one of three
