@@ -116,6 +116,7 @@ class AccumulationCycle:
     def reset(self) -> None:
         """Starts the next cycle."""
         self.micro_batches = 0
+        self.losses = 0  # of them, how many gave a loss
         self.items: float = 0.0
         self.total_items: float = 0.0
         self.reference: float | None = None
@@ -153,6 +154,7 @@ class AccumulationCycle:
             raise ValueError(f"A micro-batch has `num_items={num_items!r}`: the count must be finite and not negative.")
         items = float(num_items) if has_loss else 0.0
         self.micro_batches += 1
+        self.losses += has_loss
         self.items += items
         self._losses_without_items += has_loss and items == 0
         return self._close(items) if last else self._gather(items)
@@ -192,6 +194,7 @@ class AccumulationCycle:
         """The position inside an open cycle, as plain numbers."""
         return {
             "micro_batches": self.micro_batches,
+            "losses": self.losses,
             "items": self.items,
             "reference": self.reference,
             "losses_without_items": self._losses_without_items,
@@ -201,6 +204,7 @@ class AccumulationCycle:
         """Continues inside the cycle that ``state_dict`` was taken in."""
         self.reset()
         self.micro_batches = int(state["micro_batches"] or 0)
+        self.losses = int(state["losses"] or 0)
         self.items = float(state["items"] or 0.0)
         self.reference = state["reference"]
         self._losses_without_items = float(state["losses_without_items"] or 0.0)

@@ -54,6 +54,7 @@ class Current:
         self.last = last
         self.items = items
         self.step: MicroBatch | None = None  # once its count has entered the cycle
+        self.has_loss = False
         self.handed_over: float | None = None
         self.fetches = False  # whether the module fetches its batches itself
 
@@ -198,6 +199,7 @@ class CycleBooks(_Base):
                 assert self._count is not None
                 self._count.announce(type(self).__name__, current.length, handed_over=num_items is not None)
             current.handed_over = items
+            current.has_loss = has_loss
             step = self._cycle.add(items, current.last, has_loss)
             if self._scales_after_last_backward:
                 self._factor_due = step.factor
@@ -255,7 +257,7 @@ class CycleBooks(_Base):
                 return False
             self.skipped_cycles += 1
             self._lose(
-                self._cycle.micro_batches,
+                self._cycle.losses,
                 "a loss or a gradient of their cycle is infinite or NaN, and `skip_non_finite` skips it on all ranks",
             )
         self._step_skipped = True
@@ -299,6 +301,13 @@ class CycleBooks(_Base):
         return self._current.last and not self._step_skipped
 
     # ---------------------------------------------------------------- ends of cycles
+
+    def _uncount_step(self) -> None:
+        """Takes back a step that Lightning counts after this hook, and that was none."""
+        counted = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        for progress in (counted.total, counted.current):
+            progress.ready -= 1
+            progress.completed -= 1
 
     def _finish_cycle(self) -> None:
         """Publishes the result of a closed cycle, once."""
@@ -348,14 +357,14 @@ class CycleBooks(_Base):
         leaking = [gate for gate in self._gates if gate.aside or (self.has_one_optimizer() and gate.holds_unstepped())]
         if leaking:
             names = ", ".join(f"`{type(gate.optimizer).__name__}`" for gate in leaking)
-            self._lose(self._cycle.micro_batches, f"their cycle ended without a step of {names}")
+            self._lose(self._cycle.losses, f"their cycle ended without a step of {names}")
             self._step_skipped = True
         for gate in leaking:
             for parameter in gate.parameters:
                 parameter.grad = None
 
     def _discard(self, why: str) -> None:
-        self._lose(self._cycle.micro_batches, why)
+        self._lose(self._cycle.losses, why)
         self._forget()
 
     def _lose(self, lost: int, why: str) -> None:

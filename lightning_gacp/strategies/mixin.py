@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_gacp.accumulation.cycle import AccumulationCycle, LossReduction
-from lightning_gacp.strategies.advice import say_what_stays_idle
+from lightning_gacp.strategies.advice import say_what_batch_norm_sees, say_what_stays_idle
 from lightning_gacp.strategies.checkpoint import CycleCheckpoints
 from lightning_gacp.strategies.counting import ItemCount
 from lightning_gacp.strategies.fetching import CountingIterator, fetches_itself
@@ -258,6 +258,9 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         self._cycles = self.lost_micro_batches = self.skipped_cycles = 0
         self._restore_cycle()
         super().on_train_start()
+        if self._schedules or self._trainer.accumulate_grad_batches > 1:
+            assert self.lightning_module is not None
+            say_what_batch_norm_sees(self._trainer, self.lightning_module)
 
     def on_train_end(self) -> None:
         """Says what an early end has left undone."""
@@ -485,6 +488,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             for other in self._gates:
                 for parameter in other.parameters:
                     parameter.grad = None
+            self._uncount_step()
             output = None
         finally:
             if gate is not None:
