@@ -54,6 +54,12 @@ class OffloadLayer:
     def _hooks(self, block: nn.Module, device: Device) -> saved_tensors_hooks:
         if _inside_checkpoint():
             raise inside_checkpoint(self.name)
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+            raise RuntimeError(
+                f"`{self.name}` is offloaded by hooks on saved tensors, which are switched off here: {why} Run the "
+                "model without the offload there: call `remove()` on what was applied."
+            )
         if device.capturing():
             raise RuntimeError(
                 f"`{self.name}` is offloaded, and its forward is being captured into a graph of the device. A replay "

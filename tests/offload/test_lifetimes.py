@@ -258,6 +258,60 @@ def test_backwards_in_several_threads_at_once() -> None:
     assert_empty(applied)
 
 
+def test_the_collector_runs_in_every_thread_inside_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread makes graphs that only the collector frees, and whoever waits or copies collects, also others'."""
+    model = nn.Sequential(*(Adapter() for _ in range(3)))
+    reference = nn.Sequential(*(Adapter() for _ in range(3)))
+    reference.load_state_dict(model.state_dict())
+    device = SimulatedDevice()  # as a device only: operations of the threads are not watched
+    applied = offload_blocks(model, "*", min_bytes=1, keep_last=0, device=device)
+    problems: list[Any] = []
+    freed = {True: 0, False: 0}
+    lock = applied.engine._lock
+    start = threading.Barrier(3)
+
+    class Noticed:
+        """Dies with a graph."""
+
+        def __del__(self) -> None:
+            freed[lock._is_owned()] += 1  # type: ignore[attr-defined]
+
+    for moment in ("wait", "start_out", "start_in", "give_back"):
+
+        def collecting(self: Transfers, *args: Any, original: Any = getattr(Transfers, moment)) -> Any:
+            gc.collect()
+            return original(self, *args)
+
+        monkeypatch.setattr(Transfers, moment, collecting)
+
+    def work(seed: int) -> None:
+        try:
+            x = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed))
+            start.wait(60)
+            for _ in range(8):
+                cycle: list[Any] = [model(x), Noticed()]
+                cycle.append(cycle)
+                del cycle
+                mine, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+                (found,) = torch.autograd.grad(model(mine).square().sum(), mine)
+                (expected,) = torch.autograd.grad(reference(other).square().sum(), other)
+                if not torch.equal(found, expected):
+                    problems.append("a gradient differs")
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert problems == [] and not any(thread.is_alive() for thread in threads)
+    assert freed[True] > 0, "while the thread that collects holds the engine's lock"
+    gc.collect()
+    assert sum(freed.values()) == 3 * 8
+    assert_empty(applied)
+
+
 def test_two_models_share_nothing() -> None:
     """VeOmni#965 (review): the class was changed for all, and abandoned graphs stayed alive in one manager."""
     one, device, applied = offloaded()

@@ -123,6 +123,18 @@ def test_200_steps_grow_nothing_after_the_largest() -> None:
     assert sizes[-1]["streams"] == 2 and sizes[-1]["device"][1] == 3
 
 
+@pytest.mark.parametrize("tokens", [3072, 4000, 5001])
+def test_host_bytes_are_at_most_1_05_times_what_is_on_the_host(tokens: int) -> None:
+    """24 inputs of equal size, 96 KiB and more, none a power of two."""
+    model, device = Chain(24), SimulatedDevice()
+    applied = inputs_only(model, device, keep_last=0)
+    with device:
+        end = model(torch.randn(tokens, WIDTH))
+        stats = applied.engine.stats()
+    assert stats["live_records"] == 24 and end.requires_grad
+    assert 24 * tokens * WIDTH * 4 <= stats["host_used_bytes"] <= stats["host_bytes"] <= 1.05 * 24 * tokens * WIDTH * 4
+
+
 def test_the_last_blocks_move_nothing_and_the_others_everything() -> None:
     """pytorch/torchtune#1443: offloading the last block costs time and saves nothing."""
     model, device = Chain(), SimulatedDevice()
