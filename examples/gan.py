@@ -1,9 +1,9 @@
 """A GAN in manual optimization, accumulated without a changed line in the module.
 
-    python examples/gan.py
+    python examples/gan.py fit -c examples/configs/gan.yaml
 
-The module steps two optimizers in every ``training_step``, as it would without accumulation. The strategy lets each of
-them step once a cycle, on the gradient of the whole cycle.
+The module steps two optimizers in every ``training_step``, as it would without accumulation. The strategy in the YAML
+lets each of them step once a cycle, on the gradient of the whole cycle.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-
-import lightning_gacp as gacp
 
 
 def network(inputs: int, outputs: int, width: int, depth: int) -> nn.Sequential:
@@ -62,28 +61,30 @@ def ring(number: int) -> Tensor:
     return torch.stack([angle.cos(), angle.sin()], dim=1) + 0.05 * torch.randn(number, 2)
 
 
-def main(cycles: int = 600, cycle_length: int = 2) -> GAN:
-    """Train, and print how far from the ring the points end up.
+class Ring(L.LightningDataModule):
+    """Points near a ring, new ones each epoch.
 
     Args:
-        cycles: Optimizer steps of each network.
-        cycle_length: Micro-batches in each.
+        batch_size: Points in a micro-batch.
+        batches: Micro-batches in an epoch.
     """
-    L.seed_everything(1)
-    module = GAN()
-    trainer = L.Trainer(
-        accelerator="auto",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        strategy=gacp.GACPStrategy(accumulate_grad_batches=cycle_length, num_items="samples"),
-    )
-    trainer.fit(module, DataLoader(ring(64 * cycles * cycle_length), batch_size=64))  # type: ignore[arg-type]
+
+    def __init__(self, batch_size: int = 64, batches: int = 1200) -> None:
+        super().__init__()
+        self.batch_size, self.batches = batch_size, batches
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        """The points, in micro-batches."""
+        return DataLoader(ring(self.batch_size * self.batches), batch_size=self.batch_size)  # type: ignore[arg-type]
+
+
+def main(args: list[str] | None = None) -> LightningCLI:
+    """Run the command line; after a fit, print how far from the ring the points end up."""
+    cli = LightningCLI(GAN, Ring, save_config_callback=None, args=args)
     with torch.no_grad():
-        radius = module.generator(torch.randn(2000, 8)).norm(dim=1)
+        radius = cli.model.generator(torch.randn(2000, 8)).norm(dim=1)
     print(f"radius of the generated points: {radius.mean():.2f} +- {radius.std():.2f} (the ring's is 1.00 +- 0.05)")
-    return module
+    return cli
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A Hugging Face T5, built from a config, that learns to reverse words. Nothing is downloaded.
 
-    python examples/huggingface.py
+    python examples/huggingface.py fit -c examples/configs/huggingface.yaml
 
 Its blocks are found by themselves, encoder and decoder each counted from their first, and its loss is known to be a
 mean over the labels that are not -100: ``num_items`` needs no setting.
@@ -15,11 +15,10 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import T5Config, T5ForConditionalGeneration
-
-import lightning_gacp as gacp
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PAD, END = 0, 1
@@ -76,29 +75,27 @@ def collate(texts: list[str]) -> dict[str, Tensor]:
     return {"input_ids": inputs, "attention_mask": (inputs != PAD).long(), "labels": labels}
 
 
-def main(limit_train_batches: int | float = 1.0, **trainer_options: Any) -> L.Trainer:
-    """Train for an epoch.
+class Words(L.LightningDataModule):
+    """The words, in an order of their own.
 
     Args:
-        limit_train_batches: As in Lightning's Trainer.
-        trainer_options: Further ones.
+        batch_size: Words in a micro-batch.
     """
-    L.seed_everything(1)
-    data = words()
-    random.Random(1).shuffle(data)
-    trainer = L.Trainer(
-        accelerator="auto",
-        devices=1,
-        max_epochs=1,
-        limit_train_batches=limit_train_batches,
-        logger=False,
-        enable_checkpointing=False,
-        strategy=gacp.GACPStrategy(accumulate_grad_batches=4),
-        callbacks=[gacp.ActivationCheckpointing(), gacp.GACPMonitor()],
-        **trainer_options,
-    )
-    trainer.fit(Reverser(), DataLoader(data, batch_size=16, collate_fn=collate))  # type: ignore[arg-type]
-    return trainer
+
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Micro-batches, each padded to its longest word."""
+        data = words()
+        random.Random(1).shuffle(data)
+        return DataLoader(data, batch_size=self.batch_size, collate_fn=collate)  # type: ignore[arg-type]
+
+
+def main(args: list[str] | None = None) -> LightningCLI:
+    """Run the command line."""
+    return LightningCLI(Reverser, Words, save_config_callback=None, args=args)
 
 
 if __name__ == "__main__":
