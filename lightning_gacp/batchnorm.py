@@ -21,6 +21,18 @@ def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
     }
 
 
+def notice(module: nn.Module, advice: str = "") -> str | None:
+    """What to say of ``module`` when its gradients are accumulated; ``None`` where no batch norm is trained."""
+    names = [name for name, part in module.named_modules() if isinstance(part, _BatchNorm) and part.training]
+    if not names:
+        return None
+    shown = ", ".join(f"`{name}`" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"Batch norm sees micro-batches, not the whole batch that is accumulated: {shown}. Group norm or layer norm "
+        f"would make no difference between the two. {advice}".rstrip()
+    )
+
+
 def momentum_in_cycle(momentum: float, index: int, length: int) -> float:
     """The momentum of one micro-batch, with which a cycle weighs as one big batch and each micro-batch the same.
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_gacp.batchnorm import batch_norms, scaled_momentum
+from lightning_gacp.batchnorm import batch_norms, notice, scaled_momentum
 from lightning_gacp.blocks import every_nth, find_blocks
 from lightning_gacp.callbacks.idle import (
     say_if_no_batch_norm,
@@ -22,6 +22,8 @@ from lightning_gacp.callbacks.idle import (
 from lightning_gacp.checkpointing import checkpoint_blocks
 from lightning_gacp.checkpointing.layer import Recomputation
 from lightning_gacp.wrapping import Applied
+
+BATCH_NORM_ADVICE = "`scale_batchnorm_momentum=True` lets a cycle weigh as one batch in their statistics."
 
 
 class ActivationCheckpointing(Callback):
@@ -42,8 +44,8 @@ class ActivationCheckpointing(Callback):
             other masks in the recomputation and gradients are wrong.
         determinism_check: `default` compares shape, dtype and device of what is recomputed, `none` nothing.
         scale_batchnorm_momentum: Under gradient accumulation, lower the momentum of batch norms so that a cycle of
-            micro-batches weighs in their running statistics as one batch. It is a setting of this callback and not of
-            the strategies, so that it works with any strategy and with Lightning's own accumulation.
+            micro-batches weighs in their running statistics as one batch. It stands here and not in the strategies
+            because it must hold in the recomputation too, and works with any strategy and Lightning's own accumulation.
 
     Example:
         >>> import lightning as L
@@ -72,6 +74,7 @@ class ActivationCheckpointing(Callback):
         self.applied: Applied | None = None
         """What was done to the model, during a fit."""
         self._patched: Strategy | None = None
+        self._said_batch_norm = False
         self._batch_norms: dict[str, _BatchNorm] = {}
         self._scaled = ExitStack()
         self._first = True
@@ -96,13 +99,14 @@ class ActivationCheckpointing(Callback):
         self._batch_norms = batch_norms(pl_module)
         if self.scale_batchnorm_momentum:
             say_if_no_batch_norm(bool(self._batch_norms), trainer.accumulate_grad_batches)
-        if self._batch_norms and trainer.accumulate_grad_batches > 1:
-            rank_zero_info(_batch_norm_notice(list(self._batch_norms), self.scale_batchnorm_momentum))
+        self._said_batch_norm = False
+        self._say_batch_norm(trainer, pl_module)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._say_batch_norm(trainer, pl_module)  # a schedule may begin to accumulate late
         if self.scale_batchnorm_momentum and self._batch_norms:
             longest = trainer.accumulate_grad_batches
             index = batch_idx % longest
@@ -127,6 +131,15 @@ class ActivationCheckpointing(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._undo()
+
+    def _say_batch_norm(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say once that batch norms see micro-batches. Our strategies say it where this callback is not."""
+        if self._said_batch_norm or trainer.accumulate_grad_batches <= 1:
+            return
+        self._said_batch_norm = True
+        said = notice(pl_module, "" if self.scale_batchnorm_momentum else BATCH_NORM_ADVICE)
+        if said is not None:
+            rank_zero_info(said)
 
     def _apply(self, pl_module: pl.LightningModule) -> None:
         self.applied = checkpoint_blocks(
@@ -165,12 +178,3 @@ class ActivationCheckpointing(Callback):
         applied, self.applied = self.applied, None
         if applied is not None:
             applied.remove()
-
-
-def _batch_norm_notice(names: list[str], scaled: bool) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    advice = "" if scaled else " `scale_batchnorm_momentum=True` lets a cycle weigh as one batch in their statistics."
-    return (
-        f"Batch norm sees micro-batches, not the whole batch that is accumulated: {shown}. Group norm or layer norm "
-        f"would make no difference between the two.{advice}"
-    )

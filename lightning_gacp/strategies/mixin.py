@@ -258,9 +258,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         self._cycles = self.lost_micro_batches = self.skipped_cycles = 0
         self._restore_cycle()
         super().on_train_start()
-        if self._schedules or self._trainer.accumulate_grad_batches > 1:
-            assert self.lightning_module is not None
-            say_what_batch_norm_sees(self._trainer, self.lightning_module)
+        self._said_batch_norm = False
 
     def on_train_end(self) -> None:
         """Says what an early end has left undone."""
@@ -329,6 +327,9 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         if ready == 1:
             self._follow_schedule()
             self._gate_schedulers()  # stochastic weight averaging puts one of its own in when an epoch starts
+            if not self._said_batch_norm and trainer.accumulate_grad_batches > 1:
+                self._said_batch_norm = True
+                say_what_batch_norm_sees(trainer)
         if self._scaling is not None:
             self._scaling.finish()
         if self._cycle.closed:

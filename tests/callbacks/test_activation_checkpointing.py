@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     EMAWeightAveraging,
+    GradientAccumulationScheduler,
     LearningRateFinder,
 )
 from offload.simulated import SimulatedDevice
@@ -201,17 +202,33 @@ class NormModule(Module):
                 layer.momenta = []
 
 
-def test_batch_norm_under_accumulation_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        trainer(ActivationCheckpointing(), accumulate_grad_batches=2).fit(NormModule())
-    said = [message for message in caplog.messages if "Batch norm sees micro-batches" in message]
-    assert len(said) == 1
-    assert "`layers.0.norm`, `layers.1.norm`" in said[0]
-    assert "scale_batchnorm_momentum=True" in said[0]
+def said_of_batch_norm(caplog: pytest.LogCaptureFixture, *callbacks: pl.Callback, **settings: object) -> list[str]:
     caplog.clear()
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        trainer(ActivationCheckpointing()).fit(NormModule())
-    assert not [message for message in caplog.messages if "Batch norm" in message]
+        trainer(*callbacks, **settings).fit(NormModule())
+    return [message for message in caplog.messages if "Batch norm" in message]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "gacp"])
+@pytest.mark.parametrize("checkpointed", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_batch_norm_under_accumulation_is_named_once(
+    strategy: str, checkpointed: bool, late: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the callback, with any strategy, or by our strategy where the callback is not."""
+    callbacks = [ActivationCheckpointing()] if checkpointed else []
+    settings: dict[str, object] = {"accumulate_grad_batches": 2}
+    if late:
+        callbacks.append(GradientAccumulationScheduler({0: 1, 1: 2}))
+        settings = {"max_epochs": 2}
+    said = said_of_batch_norm(caplog, *callbacks, strategy=strategy, **settings)
+    ours = checkpointed or (strategy == "gacp")
+    assert len(said) == ours
+    if ours:
+        assert "sees micro-batches" in said[0]
+        assert "`layers.0.norm`, `layers.1.norm`" in said[0]
+        assert "scale_batchnorm_momentum=True" in said[0]
+    assert not said_of_batch_norm(caplog, *callbacks[:checkpointed], strategy=strategy)
 
 
 def test_batch_norm_momentum_over_a_cycle_and_a_short_last_one() -> None:
