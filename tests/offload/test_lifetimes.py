@@ -276,13 +276,15 @@ def test_the_collector_runs_in_every_thread_inside_of_the_engine(monkeypatch: py
         def __del__(self) -> None:
             freed[lock._is_owned()] += 1  # type: ignore[attr-defined]
 
-    for moment in ("wait", "start_out", "start_in", "give_back"):
-
-        def collecting(self: Transfers, *args: Any, original: Any = getattr(Transfers, moment)) -> Any:
+    def collecting(original: Any) -> Any:
+        def collect_first(self: Transfers, *args: Any) -> Any:
             gc.collect()
             return original(self, *args)
 
-        monkeypatch.setattr(Transfers, moment, collecting)
+        return collect_first
+
+    for moment in ("wait", "start_out", "start_in", "give_back"):
+        monkeypatch.setattr(Transfers, moment, collecting(getattr(Transfers, moment)))
 
     def work(seed: int) -> None:
         try:
