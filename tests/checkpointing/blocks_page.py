@@ -26,9 +26,9 @@ INTRODUCTION = """\
 
 Where blocks lie inside others, the outer ones are taken (the layers of a mixture of experts, not the experts), except
 that the *stages* of a hierarchical vision model, which differ in width, make way for the blocks inside. (For Swin,
-transformers itself checkpoints stages and layers, one inside the other, and computes every layer three times. The layers
-alone have the same peak. `checkpoint_blocks(model)` and then `checkpoint_blocks(model, blocks="SwinStage")` do as
-transformers does.)
+transformers itself checkpoints stages and layers, one inside the other, and computes every layer three times. The
+layers alone have the same peak. `checkpoint_blocks(model)` and then `checkpoint_blocks(model, blocks="SwinStage")` do
+as transformers does.)
 
 `blocks=` overrides all this: a class, a class name, a pattern of module names such as `"model.layers.*"`, or a list of
 these. `every_n_layers` counts in each stack of this table apart.
