@@ -10,7 +10,7 @@ SOURCES := lightning_gacp tests examples benchmarks setup.py
 RUFF_RULES := --select E,F,W,I,UP,B,SIM,RUF,D1 --ignore D105,D107 --line-length 120 --target-version py310
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-fast lint format types check benchmarks clean
+.PHONY: help train test test-fast lint format types check benchmarks gpu clean
 
 help:  ## say what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/:/' | awk -F': ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,11 @@ benchmarks: $(READY)  ## print the figures that the README quotes
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/accumulation_error.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/saved_bytes.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/oom_note.py
+
+gpu: $(READY)  ## run the tests and the benchmark that need a GPU, in under 8 minutes
+	$(BIN)/python -m pip install -qq --no-deps torchtune trl psutil
+	timeout 120 $(BIN)/python -m pytest tests -m cuda -q; tested=$$?; \
+		$(BIN)/python benchmarks/offload.py --seconds 300 && exit $$tested
 
 clean:  ## remove the environment and what tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -167,7 +167,8 @@ class Wide(nn.Module):
 
 def wide(depth: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Wide(WIDE) for _ in range(depth))).to(there(), torch.bfloat16)
+    with there():  # where a billion numbers are drawn in no time
+        return nn.Sequential(*(Wide(WIDE) for _ in range(depth))).to(torch.bfloat16)
 
 
 def wide_input() -> Tensor:
