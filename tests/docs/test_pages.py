@@ -9,6 +9,8 @@ Blocks of a page run in order, each language in its own way:
 
 from __future__ import annotations
 
+import inspect
+import json
 import re
 import shlex
 import sys
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import lightning_gacp as gacp
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -87,7 +91,11 @@ def test_bash(page: Path, body: str, example: Load, tiny: list[str]) -> None:
         else:
             assert (program, arguments[0]) == ("python", "examples/train_lm.py"), f"not a known command: {command}"
             rest = [str(ROOT / part) if part.endswith(".yaml") else part for part in arguments[1:]]
-            example("train_lm").main([*rest, *tiny])
+            if any(part.endswith(".help") for part in rest):  # as the command line's own tests do, word for word
+                with pytest.raises(SystemExit, match="0"):
+                    example("train_lm").main(rest)
+            else:
+                example("train_lm").main([*rest, *tiny])
 
 
 def test_links() -> None:
@@ -108,6 +116,22 @@ def test_quoted_bytes_are_what_the_script_prints(benchmark_script: Load, capsys:
     assert printed in (ROOT / "README.md").read_text()
 
 
+def test_quoted_diff_is_that_of_the_example() -> None:
+    (quoted,) = blocks(ROOT / "docs" / "coming-from.md", "diff")
+    assert quoted == (ROOT / "examples" / "existing.diff").read_text()
+
+
+def test_quoted_times_are_those_behind_the_picture() -> None:
+    """The table of memory against time is what the script prints for the numbers that the picture is drawn from."""
+    results = json.loads((ROOT / "docs" / "checkpointing.json").read_text())["results"]
+    plain = results["plain"]["seconds"]
+    page = (ROOT / "docs" / "out-of-memory.md").read_text()
+    for name, row in results.items():
+        times = [f"{row[key]:.3f}" for key in ("seconds", "seconds_median", "seconds_max")]
+        cells = [name, f"{row['waiting_mib']:.1f}", f"{row['peak_mib']:.0f}", *times, f"{row['seconds'] / plain:.2f}"]
+        assert f"| {' | '.join(cells)} |" in page
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes since Python 3.11")
 def test_quoted_advice_is_what_the_script_prints(benchmark_script: Load) -> None:
     """The advice on the page about memory is the output of its command; sizes depend on the Python's topics."""
@@ -117,6 +141,49 @@ def test_quoted_advice_is_what_the_script_prints(benchmark_script: Load) -> None
 
     note = without_sizes(benchmark_script("oom_note").main())
     assert note in without_sizes((ROOT / "docs" / "out-of-memory.md").read_text())
+
+
+SECTIONS = {
+    "AccumulationMixin": gacp.AccumulationMixin,
+    "GACPModelParallelStrategy": gacp.GACPModelParallelStrategy,
+    "ActivationCheckpointing": gacp.ActivationCheckpointing,
+    "ActivationOffload": gacp.ActivationOffload,
+    "GACPMonitor": gacp.GACPMonitor,
+    "MemoryTimeline": gacp.MemoryTimeline,
+    "AccumulationCycle": gacp.AccumulationCycle,
+}
+
+
+@pytest.mark.parametrize(("title", "thing"), SECTIONS.items(), ids=SECTIONS)
+def test_every_argument_is_on_the_page_of_settings(title: str, thing: Any) -> None:
+    """One row for each argument, with its default, and none for an argument that is not there."""
+    text = (ROOT / "docs" / "settings.md").read_text()
+    section = re.split(r"^##+ ", text.split(f"# {title}\n")[1], flags=re.MULTILINE)[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", section, re.MULTILINE))
+    parameters = {
+        name: parameter.default
+        for name, parameter in inspect.signature(thing.__init__).parameters.items()
+        if name not in ("self", "kwargs")
+    }
+    assert rows.keys() == parameters.keys()
+    for name, default in parameters.items():
+        if not callable(default):
+            assert rows[name].startswith(f"`{default}`".replace("'", "")) or f'`"{default}"`' in rows[name], name
+
+
+def test_every_public_name_is_on_the_page_of_settings() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    assert [name for name in gacp.__all__ if f"`{name}" not in text and f"# {name}\n" not in text] == ["__version__"]
+
+
+def test_every_function_takes_what_its_callback_takes() -> None:
+    """So one table describes both."""
+    for function, callback in (
+        (gacp.checkpoint_blocks, gacp.ActivationCheckpointing),
+        (gacp.offload_blocks, gacp.ActivationOffload),
+    ):
+        ours = set(inspect.signature(function).parameters) - {"module", "device"}
+        assert ours == set(inspect.signature(callback).parameters) - {"scale_batchnorm_momentum"}
 
 
 def test_there_is_something_to_run() -> None:
