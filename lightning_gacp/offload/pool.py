@@ -133,12 +133,16 @@ class SlabPool:
 
 def tell_full(pool: SlabPool) -> None:
     """Say that the pool gives no more, and what to do about it."""
-    why = f"the allocation of pinned memory failed: {pool.failure}" if pool.failure else "its cap is reached"
+    why, remedy = "its cap is reached", "Set `max_host_bytes` higher, or offload less with `fraction`."
+    if pool.failure:
+        why = f"the allocation of pinned memory failed: {pool.failure}"
+        remedy = "Offload less with `fraction`, or leave more to others with a lower `max_host_bytes`."
     logging.getLogger("lightning_gacp").warning(
         "Activation offload: %.2f GiB of host memory are in use and %s. From here on, what does not fit stays on the "
-        "device. Set `max_host_bytes` higher, or offload less with `fraction`.",
+        "device. %s",
         pool.total_bytes / 2**30,
         why,
+        remedy,
     )
 
 
