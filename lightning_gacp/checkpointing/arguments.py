@@ -13,20 +13,34 @@ from torch.utils import _pytree as pytree
 _CACHE_NAMES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache", "cache_params"})
 
 
+# What is neither a tensor nor a container, and needs no closer look.
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+class _Place:
+    """Stands where a tensor was."""
+
+
+class _Registered:
+    """A container of another kind that torch's pytree knows, such as a named tuple, with its tensors replaced."""
+
+    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        self.leaves = leaves
+        self.spec = spec
+
+
 class Template:
     """The arguments of a call without their tensors."""
 
-    def __init__(self, leaves: list[Any], spec: pytree.TreeSpec) -> None:
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._spec = spec
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        self._args = args
+        self._kwargs = kwargs
 
     def fill(self, tensors: tuple[torch.Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make the arguments anew, in containers of their own."""
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        remaining = list(reversed(tensors))
+        args, kwargs = _fill(self._args, remaining), _fill(self._kwargs, remaining)
+        assert not remaining
         return args, kwargs
 
 
@@ -35,10 +49,47 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torc
 
     `torch.utils.checkpoint` keeps, offers for offload, and stashes the random state of the devices of, only the tensors
     that it gets as positional arguments; and keyword arguments that are named like its own never arrive. Objects that
-    are no containers, such as dataclasses, pass as they are.
+    are no containers, such as dataclasses, pass as they are. (By hand: torch's pytree takes several times as long.)
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], Template(leaves, spec)
+    tensors: list[torch.Tensor] = []
+    return tensors, Template(_strip(args, tensors), _strip(kwargs, tensors))
+
+
+def _strip(value: Any, tensors: list[torch.Tensor]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place
+    if kind is tuple:
+        return tuple([_strip(item, tensors) for item in value])
+    if kind is list:
+        return [_strip(item, tensors) for item in value]
+    if kind is dict:
+        return {key: _strip(item, tensors) for key, item in value.items()}
+    leaves, spec = pytree.tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:
+        return value
+    return _Registered([_strip(leaf, tensors) for leaf in leaves], spec)
+
+
+def _fill(value: Any, remaining: list[torch.Tensor]) -> Any:
+    """Undo `_strip`, taking tensors from the end of ``remaining``."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if value is _Place:
+        return remaining.pop()
+    if kind is tuple:
+        return tuple([_fill(item, remaining) for item in value])
+    if kind is list:
+        return [_fill(item, remaining) for item in value]
+    if kind is dict:
+        return {key: _fill(item, remaining) for key, item in value.items()}
+    if kind is _Registered:
+        return pytree.tree_unflatten([_fill(leaf, remaining) for leaf in value.leaves], value.spec)
+    return value
 
 
 def without_caches(

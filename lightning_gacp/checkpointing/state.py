@@ -19,7 +19,7 @@ _CHANGES = -1
 class _Buffer(NamedTuple):
     """A buffer before a call, and a copy of its value. Both are ``None`` where nothing was registered yet."""
 
-    path: str
+    place: tuple[int, str]
     module: nn.Module
     name: str
     before: torch.Tensor | None
@@ -38,18 +38,18 @@ class BufferHabits:
     """
 
     def __init__(self) -> None:
-        self._quiet_calls: dict[str, int] = {}
+        self._quiet_calls: dict[tuple[int, str], int] = {}
 
     def need_copy(self, buffer: _Buffer) -> bool:
         """After a call, whether a recomputation needs the copy of this buffer."""
-        calls = self._quiet_calls.get(buffer.path, 0)
+        calls = self._quiet_calls.get(buffer.place, 0)
         if buffer.before is None or buffer.copy is None or calls == _CHANGES or _is_statistic(buffer.copy):
             return True
         after = buffer.module._buffers.get(buffer.name)
         quiet = after is buffer.before and _version(after) == buffer.version
         if quiet and calls < _LEARNING_CALLS:
             quiet = torch.equal(buffer.before, buffer.copy)  # writes through `.data` do not show in the version
-        self._quiet_calls[buffer.path] = calls + 1 if quiet else _CHANGES
+        self._quiet_calls[buffer.place] = calls + 1 if quiet else _CHANGES
         return not quiet
 
 
@@ -61,6 +61,18 @@ def _is_statistic(buffer: torch.Tensor) -> bool:
     return buffer.nbytes <= _SMALL and (buffer.is_floating_point() or buffer.dim() == 0)
 
 
+def _modules_of(block: nn.Module) -> list[nn.Module]:
+    """The block and all modules inside, each once. (`named_modules` takes several times as long.)"""
+    found = [block]
+    seen = {block}
+    for module in found:  # which grows meanwhile
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
+
+
 class StateBefore:
     """The state of a block before one call of its forward.
 
@@ -69,31 +81,30 @@ class StateBefore:
     """
 
     def __init__(self, block: nn.Module) -> None:
+        self._block = block
         self.has_inner_hooks = False
         """Whether forward hooks on modules inside the block expect to see the end of each forward."""
         self.is_lazy = False
         """Whether the call will make parameters or buffers whose shapes are not known yet."""
         self._modes: list[tuple[nn.Module, bool]] = []
-        self._trained: list[tuple[nn.Parameter, bool]] = []
-        self._weights: list[tuple[str, nn.Module, str, nn.Parameter, int]] = []
+        self._weights: list[tuple[nn.Module, str, nn.Parameter, int, bool]] = []
         self._buffers: list[_Buffer] = []
-        for path, module in block.named_modules():
+        for place, module in enumerate(_modules_of(block)):
             self._modes.append((module, module.training))
-            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
                 self.is_lazy = True
                 return
-            if path and module._forward_hooks:
+            if place and module._forward_hooks:
                 self.has_inner_hooks = True
             # FSDP replaces weights by their shards and back, and takes care of their values itself.
             if "_is_fsdp_managed_module" not in module.__dict__:  # faster than asking the module, which would search
                 for name, weight in module._parameters.items():
                     if weight is not None:
-                        self._trained.append((weight, weight.requires_grad))
-                        self._weights.append((path, module, name, weight, _version(weight)))
+                        self._weights.append((module, name, weight, _version(weight), weight.requires_grad))
             for name, buffer in module._buffers.items():
                 version = 0 if buffer is None else _version(buffer)
                 copy = None if buffer is None else buffer.detach().clone()
-                self._buffers.append(_Buffer(f"{path}.{name}", module, name, buffer, version, copy))
+                self._buffers.append(_Buffer((place, name), module, name, buffer, version, copy))
 
     def forget_unchanged(self, habits: BufferHabits) -> None:
         """After the forward, keep only the copies that a recomputation needs."""
@@ -105,9 +116,10 @@ class StateBefore:
         Raises:
             RuntimeError: A weight was replaced or changed in place since.
         """
-        for path, module, name, weight, version in self._weights:
+        for module, name, weight, version, _ in self._weights:
             now = module._parameters.get(name)
             if now is not weight or _version(weight) != version:
+                path = next(path for path, part in self._block.named_modules() if part is module)
                 full_name = ".".join(part for part in (block_name, path, name) if part)
                 same = now is weight
                 found = f"is at version {_version(weight)}; expected version {version}" if same else "was replaced"
@@ -125,7 +137,7 @@ class StateBefore:
         not, as before the forward: by the time of the backward, another may have switched these.
         """
         modes = [(module, module.training) for module, training in self._modes if module.training != training]
-        trained = [(weight, weight.requires_grad) for weight, flag in self._trained if weight.requires_grad != flag]
+        trained = [(weight, not flag) for *_, weight, _, flag in self._weights if weight.requires_grad != flag]
         buffers = [(buffer, buffer.module._buffers.get(buffer.name)) for buffer in self._buffers]
         copies: list[torch.Tensor | None] = []
         if buffers:
