@@ -258,7 +258,7 @@ class CycleBooks(_Base):
             self.skipped_cycles += 1
             self._lose(
                 self._cycle.losses,
-                "a loss or a gradient of their cycle is infinite or NaN, and `skip_non_finite` skips it on all ranks",
+                "a loss or a gradient of the cycle is infinite or NaN, and `skip_non_finite` skips it on all ranks",
             )
         self._step_skipped = True
         gate.aside.clear()
@@ -357,7 +357,7 @@ class CycleBooks(_Base):
         leaking = [gate for gate in self._gates if gate.aside or (self.has_one_optimizer() and gate.holds_unstepped())]
         if leaking:
             names = ", ".join(f"`{type(gate.optimizer).__name__}`" for gate in leaking)
-            self._lose(self._cycle.losses, f"their cycle ended without a step of {names}")
+            self._lose(self._cycle.losses, f"the cycle ended without a step of {names}")
             self._step_skipped = True
         for gate in leaking:
             for parameter in gate.parameters:
@@ -371,10 +371,8 @@ class CycleBooks(_Base):
         if not lost:
             return
         self.lost_micro_batches += lost
-        rank_zero_warn(
-            f"{lost} micro-batch{'es were' if lost > 1 else ' was'} lost: {why}. Their gradients are discarded; no step"
-            " was taken with them."
-        )
+        begin, whose = (f"{lost} micro-batches were", "Their") if lost > 1 else ("1 micro-batch was", "Its")
+        rank_zero_warn(f"{begin} lost: {why}. {whose} gradients are discarded; no step was taken with them.")
 
     def _forget(self) -> None:
         """Drops a cycle that was not stepped with, and its gradients."""

@@ -57,7 +57,7 @@ class CycleCheckpoints(CycleBooks):
         """Why the gradients of a checkpoint cannot be read; empty if they can."""
         if isinstance(cycle["gradients"], dict):
             return ""
-        return "the checkpoint was written in shards, and those of their gradients are not here"
+        return "the checkpoint was written in shards, and those of the gradients are not here"
 
     def _read_gradients(self, cycle: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of a checkpoint, and those set aside, by optimizer and place in it."""
@@ -90,7 +90,7 @@ class CycleCheckpoints(CycleBooks):
             # In mid-backward, or in the step: what is gathered is neither of before nor of after this micro-batch.
             # It will be run again, if the loader can resume.
             state["lost"] = self._cycle.losses - self._current.has_loss
-            state["why"] = "the checkpoint was written while one of them was running"
+            state["why"] = "the checkpoint was written while a micro-batch of the cycle was running"
         elif not self._cycle.open:
             return state
         elif progress.is_last_batch:

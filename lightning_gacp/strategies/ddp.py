@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,18 +18,17 @@ from torch.optim import Optimizer
 
 from lightning_gacp.accumulation.gradients import zero_loss
 from lightning_gacp.strategies.mixin import AccumulationMixin
-from lightning_gacp.strategies.ranks import HostSum, average_over_ranks
+from lightning_gacp.strategies.ranks import SumsOnHost, average_over_ranks
 from lightning_gacp.strategies.single_device import register
 
 
-class GACPDDPStrategy(AccumulationMixin, DDPStrategy):
+class GACPDDPStrategy(SumsOnHost, AccumulationMixin, DDPStrategy):
     """Exact gradient accumulation with DistributedDataParallel: one all-reduce of the gradients a cycle.
 
     The arguments are those of ``AccumulationMixin``, then those of ``DDPStrategy``.
     """
 
     strategy_name = "gacp_ddp"
-    _host_sum: HostSum | None = None
     _first_backward_is_synced = False
 
     def setup(self, trainer: Trainer) -> None:
@@ -41,7 +40,6 @@ class GACPDDPStrategy(AccumulationMixin, DDPStrategy):
                 " parameter's dtype only. Train in `precision='bf16-mixed'` (float32 parameters and gradients), or with"
                 ' `strategy="gacp_model_parallel"`.'
             )
-        self._host_sum = HostSum()
         self._first_backward_is_synced = False
         super().setup(trainer)
 
@@ -56,11 +54,6 @@ class GACPDDPStrategy(AccumulationMixin, DDPStrategy):
     def _for_checkpoint(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         parameters = [parameter for gate in self._gates for parameter in gate.parameters]
         return average_over_ranks(gradients, parameters, self._sum_over_ranks)
-
-    def _sum_over_ranks(self, values: Sequence[float]) -> Sequence[float]:
-        if self._host_sum is None:  # a hook before `setup` asks for the length of the train loader
-            self._host_sum = HostSum()
-        return self._host_sum(values)
 
     def _synced(self, last: bool) -> AbstractContextManager[Any]:
         if not last:

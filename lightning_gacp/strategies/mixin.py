@@ -278,7 +278,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         if self._fitting and not refused and (running or (self._cycle.open and not carried)):
             with warnings.catch_warnings():
                 warnings.simplefilter("always")  # as an error it would take the place of the exception
-                self._discard(f"`{type(exception).__name__}` interrupted their cycle")
+                self._discard(f"`{type(exception).__name__}` interrupted the cycle")
 
     def teardown(self) -> None:
         """Takes every gate off again and gives the Trainer its own value back."""

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+
+if TYPE_CHECKING:
+    _Base = Strategy
+else:
+    _Base = object
 
 
 class HostSum:
@@ -25,14 +32,45 @@ class HostSum:
         # Lightning closes only NCCL's groups at exit; gloo's threads would still run when the interpreter goes.
         atexit.unregister(_close_groups)
         atexit.register(_close_groups)
-        # gloo as the default group serves as it is
-        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        self._group = None if _default_group_serves() else dist.new_group(backend="gloo")
 
     def __call__(self, values: Sequence[float]) -> list[float]:
         """Adds up; a collective call. Exact for counts below 2**53 (float64)."""
         numbers = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(numbers, group=self._group)
         return [number / self._duplicates for number in numbers.tolist()]
+
+    def close(self) -> None:
+        """Closes the group, on this rank; each fit has one."""
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+class SumsOnHost(_Base):
+    """The part of a strategy that adds up over its ranks: one group a fit."""
+
+    _host_sum: HostSum | None = None
+
+    @property
+    def _duplicates(self) -> int:
+        return 1
+
+    def _sum_over_ranks(self, values: Sequence[float]) -> Sequence[float]:
+        if self._host_sum is None:  # first in `setup`, or by a hook before it that asks for the train loader's length
+            self._host_sum = HostSum(self._duplicates)
+        return self._host_sum(values)
+
+    def teardown(self) -> None:
+        """Closes the group."""
+        super().teardown()
+        if self._host_sum is not None:
+            self._host_sum.close()
+            self._host_sum = None
+
+
+def _default_group_serves() -> bool:
+    return bool(dist.get_backend() == "gloo")
 
 
 def average_over_ranks(

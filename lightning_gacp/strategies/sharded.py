@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_gacp.strategies.lookahead import KEY
 from lightning_gacp.strategies.mixin import AccumulationMixin
-from lightning_gacp.strategies.ranks import HostSum
+from lightning_gacp.strategies.ranks import SumsOnHost
 from lightning_gacp.strategies.sharded_checkpoint import (
     copy_whole,
     distribute_like,
@@ -46,19 +46,17 @@ class _ZerosInto(torch.autograd.Function):
         return tuple(torch.zeros(shape, dtype=dtype, device=ctx.device) for shape, dtype in ctx.shapes)
 
 
-class ShardedAccumulation(AccumulationMixin):
+class ShardedAccumulation(SumsOnHost, AccumulationMixin):
     """What the sharded strategies share: a micro-batch without items takes part in the collectives of its backward.
 
     Zeros go through the graph of the module's own forward, from the outputs of its children: from the loss on, a mean
     over no items would make NaN of them.
     """
 
-    _host_sum: HostSum | None = None
     _capture: list[Any]
 
     def setup(self, trainer: Trainer) -> None:
         """Sets the strategy up and watches the outputs of the module's children."""
-        self._host_sum = HostSum(self._duplicates)
         self._outputs: list[Tensor] = []
         super().setup(trainer)
         if not self.settings.average_across_ranks and self._ranks > 1:
@@ -71,15 +69,6 @@ class ShardedAccumulation(AccumulationMixin):
             assert self.lightning_module is not None
             children = self.lightning_module.children()
             self._capture = [child.register_forward_hook(self._keep_output) for child in children]
-
-    @property
-    def _duplicates(self) -> int:
-        return 1
-
-    def _sum_over_ranks(self, values: Sequence[float]) -> Sequence[float]:
-        if self._host_sum is None:  # a hook before `setup` asks for the length of the train loader
-            self._host_sum = HostSum(self._duplicates)
-        return self._host_sum(values)
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> None:
         # Only where it may be needed: holding outputs costs memory.

@@ -141,7 +141,7 @@ def test_an_exception_in_mid_backward_is_said_to_lose_the_cycle(lost, manual, tm
         train(Fails(manual), StatefulLoader(batches()), SaveOnException(tmp_path / "c.ckpt"))
     resumed = Fails(manual)
     resumed.calls = 10
-    why = "the checkpoint was written while one of them was running"
+    why = "the checkpoint was written while a micro-batch of the cycle was running"
     with pytest.warns(UserWarning, match=rf"{lost - 1} micro-batches were lost: {why}"):
         trainer = train(resumed, StatefulLoader(batches()), path=tmp_path / "c.ckpt")
     # The one that was interrupted is fetched and trained on again.

@@ -200,7 +200,7 @@ def test_what_cannot_be_carried_is_said(kind, options, why, tmp_path):
     assert said == [
         f"A checkpoint was written inside a cycle, and holds the weights of its beginning: {why}. A run resumed from it"
         " will be without these 2 micro-batches.",
-        f"2 micro-batches were lost: `Cut` interrupted their cycle. {discarded}",
+        f"2 micro-batches were lost: `Cut` interrupted the cycle. {discarded}",
     ]
     assert others[0][1:] == (2, [])
     (_, lost, said), *others = on_ranks(_resume, 2, kind, path, Learner, options)
@@ -229,7 +229,7 @@ def test_shards_of_gradients_are_their_checkpoints_alone(tmp_path):
     (_, lost, said), _ = on_ranks(_resume, 2, "fsdp2", path)
     assert lost == 2
     assert said == [
-        "2 micro-batches were lost: the checkpoint was written in shards, and those of their gradients are not here."
+        "2 micro-batches were lost: the checkpoint was written in shards, and those of the gradients are not here."
         " Their gradients are discarded; no step was taken with them."
     ]
 
