@@ -119,7 +119,10 @@ def _refuse_checkpointed(module: nn.Module, found: Sequence[Block]) -> None:
     }
     for block in found:
         if layer_of(block.module, "checkpoint") is not None:
-            raise ValueError(f"`{block.name}` is checkpointed already; leave out one of the two callbacks, or call `remove()` on what did it.")
+            raise ValueError(
+                f"`{block.name}` is checkpointed already; leave out one of the two callbacks, or call `remove()` on what "
+                "did it."
+            )
         if type(block.module).__name__ == "CheckpointWrapper" or _WRAPPER_CHILD in block.name.split("."):
             raise ValueError(
                 f"`{block.name}` is inside a `CheckpointWrapper` already. Remove `apply_activation_checkpointing` or "

@@ -149,7 +149,10 @@ def _check_blocks(module: nn.Module, blocks: list[Block]) -> None:
     for block in blocks:
         refuse_unwrappable(block.module)
         if layer_of(block.module, "offload") is not None:
-            raise ValueError(f"`{block.name}` is offloaded already; call `remove()` on what was applied first.")
+            raise ValueError(
+                f"`{block.name}` is offloaded already; leave out one of the two callbacks, or call `remove()` on what was "
+                "applied first."
+            )
         path = block.name.split(".")
         for depth in range(len(path)):
             around = modules.get(".".join(path[:depth]))
