@@ -120,8 +120,8 @@ def _refuse_checkpointed(module: nn.Module, found: Sequence[Block]) -> None:
     for block in found:
         if layer_of(block.module, "checkpoint") is not None:
             raise ValueError(
-                f"`{block.name}` is checkpointed already; leave out one of the two callbacks, or call `remove()` on what "
-                "did it."
+                f"`{block.name}` is checkpointed already; leave out one of the two callbacks, or call `remove()` on "
+                "what did it."
             )
         if type(block.module).__name__ == "CheckpointWrapper" or _WRAPPER_CHILD in block.name.split("."):
             raise ValueError(

@@ -150,8 +150,8 @@ def _check_blocks(module: nn.Module, blocks: list[Block]) -> None:
         refuse_unwrappable(block.module)
         if layer_of(block.module, "offload") is not None:
             raise ValueError(
-                f"`{block.name}` is offloaded already; leave out one of the two callbacks, or call `remove()` on what was "
-                "applied first."
+                f"`{block.name}` is offloaded already; leave out one of the two callbacks, or call `remove()` on "
+                "what was applied first."
             )
         path = block.name.split(".")
         for depth in range(len(path)):
