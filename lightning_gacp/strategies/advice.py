@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_gacp.batchnorm import notice
+from lightning_gacp.strategies.settings import Settings
 
 
 def say_what_stays_idle(trainer: Trainer) -> None:
@@ -32,3 +33,29 @@ def say_what_batch_norm_sees(trainer: Trainer) -> None:
     )
     if said is not None:
         rank_zero_info(said)
+
+
+def say_what_changes_nothing(settings: Settings, trainer: Trainer, ranks: int, defers: bool) -> None:
+    """Names the settings of a strategy that have no effect in this fit, each in a line of its own."""
+    set_later = (GradientAccumulationScheduler, StochasticWeightAveraging)
+    callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
+    always_one = (
+        trainer.accumulate_grad_batches == 1
+        and not isinstance(settings.accumulate_grad_batches, dict)
+        and not any(isinstance(callback, set_later) for callback in callbacks)
+    )
+    if always_one and ranks == 1 and callable(settings.counter):
+        rank_zero_info(
+            f"`num_items={settings.counter!r}` changes no gradient: on one device, in cycles of one micro-batch, every"
+            " weight is 1. Set `accumulate_grad_batches` for longer cycles."
+        )
+    if not settings.average_across_ranks and ranks == 1:
+        rank_zero_info("`average_across_ranks=False` has no effect: there is one rank.")
+    parameters = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]
+    if parameters and all(parameter.dtype == settings.grad_dtype for parameter in parameters):
+        rank_zero_info(f"`grad_dtype={settings.grad_dtype}` has no effect: it is the dtype of all trained parameters.")
+    if always_one and defers:
+        rank_zero_info(
+            "`defer_gradient_sync=True` has no effect: cycles have one micro-batch. Set `accumulate_grad_batches` for"
+            " longer ones."
+        )

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_gacp.accumulation.cycle import AccumulationCycle, LossReduction
-from lightning_gacp.strategies.advice import say_what_batch_norm_sees, say_what_stays_idle
+from lightning_gacp.strategies.advice import say_what_batch_norm_sees, say_what_changes_nothing, say_what_stays_idle
 from lightning_gacp.strategies.checkpoint import CycleCheckpoints
 from lightning_gacp.strategies.counting import ItemCount
 from lightning_gacp.strategies.fetching import CountingIterator, fetches_itself
@@ -259,6 +259,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         self._restore_cycle()
         super().on_train_start()
         self._said_batch_norm = False
+        say_what_changes_nothing(self.settings, self._trainer, self._ranks, getattr(self, "defer_gradient_sync", False))
 
     def on_train_end(self) -> None:
         """Says what an early end has left undone."""
