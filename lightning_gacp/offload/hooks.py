@@ -54,7 +54,8 @@ class OffloadLayer:
     def _hooks(self, block: nn.Module, device: Device) -> saved_tensors_hooks:
         if _inside_checkpoint():
             raise inside_checkpoint(self.name)
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        # Private, since torch has no public question for this; its stubs lack the first of the two.
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
             raise RuntimeError(
                 f"`{self.name}` is offloaded by hooks on saved tensors, which are switched off here: {why} Run the "
