@@ -25,8 +25,9 @@ def checkpoint_blocks(
 ) -> Applied:
     """Recompute blocks of ``module`` in the backward pass, so that the forward pass keeps only their inputs.
 
-    It acts while a block is in training mode and gradients are enabled. Outputs, gradients, buffers, random numbers,
-    the state dict and all names stay what they are without it.
+    It acts while a block is in training mode and gradients are enabled. Outputs, gradients, buffers, numbers and small
+    tensors that are attributes, random numbers, the state dict and all names stay what they are without it. (What a
+    block draws from Python's `random` or from NumPy is not drawn again: use torch's random numbers inside of blocks.)
 
     Args:
         module: The model, or a ``LightningModule`` that holds it. Changed in place.

@@ -1,8 +1,9 @@
-"""What a recomputation must find as the forward found it: buffers that the forward changed, weights, and modes."""
+"""What a recomputation must find as the forward found it: buffers and attributes that it changed, weights, modes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,20 +15,24 @@ _SMALL = 1 << 16
 # Another buffer that kept its value through this many calls is from then on watched by identity and version alone.
 _LEARNING_CALLS = 2
 _CHANGES = -1
+# Attributes of a user's module that a forward may move on: counters, temperatures, switches, running values.
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+_WATCHED = _PLAIN | {torch.Tensor, torch.Generator}
+_MISSING = object()
 
 
 class _Buffer(NamedTuple):
     """A buffer before a call, and a copy of its value. Both are ``None`` where nothing was registered yet."""
 
     place: tuple[int, str]
-    module: nn.Module
+    holder: dict[str, Any]
     name: str
     before: torch.Tensor | None
     version: int
     copy: torch.Tensor | None
 
     def rebind(self, value: torch.Tensor | None) -> None:
-        self.module._buffers[self.name] = value
+        self.holder[self.name] = value
 
 
 class BufferHabits:
@@ -45,7 +50,7 @@ class BufferHabits:
         calls = self._quiet_calls.get(buffer.place, 0)
         if buffer.before is None or buffer.copy is None or calls == _CHANGES or _is_statistic(buffer.copy):
             return True
-        after = buffer.module._buffers.get(buffer.name)
+        after = buffer.holder.get(buffer.name)
         quiet = after is buffer.before and _version(after) == buffer.version
         if quiet and calls < _LEARNING_CALLS:
             quiet = torch.equal(buffer.before, buffer.copy)  # writes through `.data` do not show in the version
@@ -59,6 +64,20 @@ def _version(tensor: torch.Tensor) -> int:
 
 def _is_statistic(buffer: torch.Tensor) -> bool:
     return buffer.nbytes <= _SMALL and (buffer.is_floating_point() or buffer.dim() == 0)
+
+
+def _put(holder: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is not _MISSING:
+            holder[name] = value
+        elif name in holder:
+            del holder[name]
+
+
+@cache
+def _is_users(python_module: str) -> bool:
+    """Whether the modules of a class may have attributes that their forward changes; torch's own have none."""
+    return not python_module.startswith("torch.nn.")
 
 
 def _modules_of(block: nn.Module) -> list[nn.Module]:
@@ -76,8 +95,9 @@ def _modules_of(block: nn.Module) -> list[nn.Module]:
 class StateBefore:
     """The state of a block before one call of its forward.
 
-    Buffers are kept as copies, because the forward may change them in place, through ``.data`` or by assignment, and a
-    later call, whose graph may be alive at the same time, changes them again. Weights are kept by identity and version.
+    Buffers are kept as copies, and so are small tensors that are plain attributes, because the forward may change them
+    in place, through ``.data`` or by assignment, and a later call, whose graph may be alive at the same time, changes
+    them again. Numbers and switches that are attributes are kept too, and weights by identity and version.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -89,6 +109,8 @@ class StateBefore:
         self._modes: list[tuple[nn.Module, bool]] = []
         self._weights: list[tuple[nn.Module, str, nn.Parameter, int, bool]] = []
         self._buffers: list[_Buffer] = []
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = []
+        self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
         for place, module in enumerate(_modules_of(block)):
             self._modes.append((module, module.training))
             if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
@@ -104,11 +126,30 @@ class StateBefore:
             for name, buffer in module._buffers.items():
                 version = 0 if buffer is None else _version(buffer)
                 copy = None if buffer is None else buffer.detach().clone()
-                self._buffers.append(_Buffer((place, name), module, name, buffer, version, copy))
+                self._buffers.append(_Buffer((place, name), module._buffers, name, buffer, version, copy))
+            if _is_users(module.__class__.__module__):
+                self._keep_attributes(place, module.__dict__)
+
+    def _keep_attributes(self, place: int, attributes: dict[str, Any]) -> None:
+        watched = {name: value for name, value in attributes.items() if type(value) in _WATCHED}
+        for name, value in tuple(watched.items()):
+            if type(value) in _PLAIN:
+                continue
+            del watched[name]
+            if isinstance(value, torch.Generator):
+                self._generators.append((value, value.get_state()))
+            elif value.grad_fn is None and not value.requires_grad and value.nbytes <= _SMALL:
+                copy = value.clone()  # a running value that is not registered as a buffer
+                self._buffers.append(_Buffer((place, name), attributes, name, value, _version(value), copy))
+        self._attributes.append((attributes, watched, tuple(attributes)))
 
     def forget_unchanged(self, habits: BufferHabits) -> None:
         """After the forward, keep only the copies that a recomputation needs."""
         self._buffers = [buffer._replace(before=None) for buffer in self._buffers if habits.need_copy(buffer)]
+        for holder, kept, names in self._attributes:
+            if len(holder) > len(names):  # the forward has made attributes, which the recomputation must not find
+                made = holder.keys() - set(names)
+                kept.update({name: _MISSING for name in made if type(holder[name]) in _WATCHED})
 
     def refuse_changed_weights(self, block_name: str) -> None:
         """Raise what autograd raises when a weight is not the one that the forward has used.
@@ -133,12 +174,16 @@ class StateBefore:
     def restored(self) -> Iterator[None]:
         """Let the block be as it was, and whatever it does to its buffers meanwhile be forgotten.
 
-        That is, buffers have their values, modules are in training mode or not, and parameters require gradients or
-        not, as before the forward: by the time of the backward, another may have switched these.
+        That is, buffers and plain attributes have their values, modules are in training mode or not, and parameters
+        require gradients or not, as before the forward: by the time of the backward, another may have switched these.
         """
         modes = [(module, module.training) for module, training in self._modes if module.training != training]
         trained = [(weight, not flag) for *_, weight, _, flag in self._weights if weight.requires_grad != flag]
-        buffers = [(buffer, buffer.module._buffers.get(buffer.name)) for buffer in self._buffers]
+        buffers = [(buffer, buffer.holder.get(buffer.name)) for buffer in self._buffers]
+        attributes = [
+            (holder, {name: holder.get(name, _MISSING) for name in kept}) for holder, kept, _ in self._attributes
+        ]
+        generators = [(generator, generator.get_state()) for generator, _ in self._generators]
         copies: list[torch.Tensor | None] = []
         if buffers:
             # A second copy, since another recomputation may come. The modes of selective checkpointing must not see it.
@@ -151,8 +196,16 @@ class StateBefore:
                 weight.requires_grad = not flag
             for (buffer, _), copy in zip(buffers, copies, strict=True):
                 buffer.rebind(copy)
+            for holder, kept, _ in self._attributes:
+                _put(holder, kept)
+            for generator, state in self._generators:
+                generator.set_state(state)
             yield
         finally:
+            for generator, state in generators:
+                generator.set_state(state)
+            for holder, values in attributes:
+                _put(holder, values)
             for module, training in modes:
                 module.training = training
             for weight, flag in trained:

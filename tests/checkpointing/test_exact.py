@@ -3,13 +3,15 @@
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointError, CheckpointPolicy
+from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, checkpoint
 
 from checkpointing.models import (
     LM,
@@ -22,6 +24,7 @@ from checkpointing.models import (
     train,
 )
 from lightning_gacp.checkpointing import checkpoint_blocks
+from lightning_gacp.checkpointing import layer as layer_module
 
 TOKENS = [torch.arange(12).view(3, 4) % 11, torch.arange(8).view(2, 4), torch.arange(10).view(1, 10)]
 FLOATS = [torch.linspace(-1, 1, 12).view(3, 4) + step for step in range(3)]
@@ -468,11 +471,11 @@ def test_a_recomputation_that_takes_another_branch_is_an_error() -> None:
     class Counting(Tanh):
         def __init__(self) -> None:
             super().__init__()
-            self.calls = 0
+            self.calls: list[None] = []
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return super().forward(x[: self.calls])
+            self.calls.append(None)
+            return super().forward(x[: len(self.calls)])
 
     model = Stack([Counting()])
     checkpoint_blocks(model, blocks=Counting)
@@ -508,6 +511,59 @@ def test_reference_cycles_keep_memory_after_the_step(policy: str, backward: bool
         assert inputs[0]() is None
     finally:
         gc.enable()
+
+
+def test_graph_tensors_that_are_no_arguments() -> None:
+    """A tensor of the graph that a block gets at through an attribute was walked twice by a reentrant checkpoint."""
+
+    class Conditioned(Tanh):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.condition
+
+    results = []
+    plain = Stack([Conditioned(), Conditioned()])
+    for model in (plain, copy.deepcopy(plain)):
+        if model is not plain:
+            checkpoint_blocks(model)
+        weight = torch.ones(4, requires_grad=True)
+        condition = weight.exp()
+        for layer in model.layers:
+            layer.condition = condition
+        model(FLOATS[0]).backward()
+        results.append([weight.grad, *[parameter.grad for parameter in model.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_kwargs_only_calls_do_not_stash_the_random_state_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch looks for devices among positional arguments, so tensors given by keyword must be among these."""
+    given: list[tuple[object, ...]] = []
+
+    def spy(function, *args, **kwargs):
+        given.append(args)
+        return checkpoint(function, *args, **kwargs)
+
+    monkeypatch.setattr(layer_module, "checkpoint", spy)
+    model = LM(AttentionBlock, 1)
+    checkpoint_blocks(model, blocks=AttentionBlock)
+    x, mask = torch.randn(2, 4, 8), torch.zeros(4, 4)
+    model.layers[0](x=x, mask=mask)
+    assert [[id(tensor) for tensor in tensors] for tensors in given] == [[id(x), id(mask)]]
+
+
+def test_named_tuples_and_ordered_dicts_of_arguments() -> None:
+    class Pair(NamedTuple):
+        scale: torch.Tensor
+        name: str
+
+    class Greedy(Tanh):
+        def forward(self, x, pair, table):
+            assert (type(pair), pair.name, type(table), list(table)) == (Pair, "pair", OrderedDict, ["b", "a"])
+            return super().forward(x) * pair.scale + table["a"] * table["b"][0]
+
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x, Pair(x.exp(), "pair"), OrderedDict(b=[x.sin()], a=x.cos()))
+
+    assert_same_training(Stack([Greedy(), Greedy()], call), FLOATS)
 
 
 def test_two_models_do_not_know_of_each_other() -> None:
