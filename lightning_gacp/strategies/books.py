@@ -302,6 +302,11 @@ class CycleBooks(_Base):
 
     # ---------------------------------------------------------------- ends of cycles
 
+    @property
+    def _has_stepped(self) -> bool:
+        """Whether all optimizers have stepped in the micro-batch that runs."""
+        return bool(self._gates) and all(gate.stepped_for_real for gate in self._gates)
+
     def _uncount_step(self) -> None:
         """Takes back a step that Lightning counts after this hook, and that was none."""
         counted = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step

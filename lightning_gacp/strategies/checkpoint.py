@@ -86,8 +86,10 @@ class CycleCheckpoints(CycleBooks):
             "ready": progress.current.ready,
         }
         running = progress.current.ready > trained_batches(self._trainer)
-        if running and self._current is not None and self._current.step is not None:
-            # In mid-backward, or in the step: what is gathered is neither of before nor of after this micro-batch.
+        if running and self._has_stepped:
+            state["stepped"] = True
+        elif running and self._current is not None and self._current.step is not None:
+            # In mid-backward: what is gathered is neither of before nor of after this micro-batch.
             # It will be run again, if the loader can resume.
             state["lost"] = self._cycle.losses - self._current.has_loss
             state["why"] = "the checkpoint was written while a micro-batch of the cycle was running"
@@ -172,7 +174,12 @@ class CycleCheckpoints(CycleBooks):
         self._cycles = state["cycles"]
         self.lost_micro_batches = state["lost_micro_batches"]
         cycle = state.get("cycle")
-        if cycle is None:
+        if state.get("stepped"):
+            rank_zero_warn(
+                "The checkpoint was written after a step of the optimizer and before the end of its micro-batch, which"
+                " is trained on once more, in a step of its own. Save in `on_train_batch_end` instead."
+            )
+        elif cycle is None:
             self._lose(state.get("lost", 0), state.get("why", ""))
         elif why := self._cannot_continue(cycle, trained_batches(self._trainer)):
             self._lose(cycle["losses"], why)

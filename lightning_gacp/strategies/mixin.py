@@ -274,7 +274,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         """Says what is lost with the cycle that was interrupted, unless a checkpoint has just carried it away."""
         super().on_exception(exception)
         carried = self._carried == (self._cycles, self._cycle.micro_batches)
-        running = self._cycle.closed and not self._finished
+        running = self._cycle.closed and not self._finished and not self._has_stepped
         refused = isinstance(exception, MisconfigurationException)
         if self._fitting and not refused and (running or (self._cycle.open and not carried)):
             with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from tests.strategies import resuming
-from tests.strategies.models import make_net
+from tests.strategies.models import big_batch_gradients, make_net
 from tests.strategies.resuming import (
     CYCLE,
     LENGTHS,
@@ -146,6 +146,24 @@ def test_an_exception_in_mid_backward_is_said_to_lose_the_cycle(lost, manual, tm
         trainer = train(resumed, StatefulLoader(batches()), path=tmp_path / "c.ckpt")
     # The one that was interrupted is fetched and trained on again.
     assert trainer.strategy.lost_micro_batches == lost - 1
+
+
+def test_a_checkpoint_between_the_step_and_the_end_of_its_micro_batch(tmp_path):
+    """Nothing of the cycle is lost: it was stepped with. Its last micro-batch is run again, and that is said."""
+
+    class Saves(Learner):
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            if batch_idx == 2 * CYCLE - 1 and self.trainer.ckpt_path is None:
+                self.trainer.save_checkpoint(tmp_path / "c.ckpt")
+                raise Cut
+
+    assert train(Saves(True), StatefulLoader(batches()), max_epochs=1).strategy.lost_micro_batches == 0
+    with pytest.warns(UserWarning, match="trained on once more, in a step of its own") as said:
+        trainer = train(Saves(True), StatefulLoader(batches()), path=tmp_path / "c.ckpt", max_epochs=1)
+    assert not [warning for warning in said if "lost" in str(warning.message)]
+    assert trainer.strategy.lost_micro_batches == 0
+    assert trainer.global_step == 3 + 1
 
 
 def test_gradients_scaled_for_fp16_are_restored_to_the_scale_of_the_resumed_run(tmp_path):
@@ -307,16 +325,10 @@ def test_a_longer_cycle_takes_it_in(tmp_path):
     before = make_net()
     before.load_state_dict({k[4:]: v for k, v in torch.load(path, weights_only=False)["state_dict"].items()})
     trainer = train(Watches(), StatefulLoader(batches()), path=path, using=lambda: strategy(accumulate_grad_batches=5))
-    expected = resuming_gradient(before, batches()[4:10])
+    expected = big_batch_gradients(before, batches()[4:10])
     for found, wanted in zip(seen[0], expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
     assert trainer.strategy.lost_micro_batches == 0
-
-
-def resuming_gradient(net, group):
-    from tests.strategies.models import big_batch_gradients
-
-    return big_batch_gradients(net, group)
 
 
 @pytest.mark.parametrize(
