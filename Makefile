@@ -46,10 +46,11 @@ types: $(READY)  ## check the types of the package
 
 check: lint types test  ## everything that CI checks
 
-benchmarks: $(READY)  ## print the figures that the README quotes
+benchmarks: $(READY)  ## print the figures that the README and the docs quote
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/accumulation_error.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/saved_bytes.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/oom_note.py
+	$(BIN)/python benchmarks/checkpointing.py
 
 gpu: $(READY)  ## run the tests and the benchmark that need a GPU, in under 8 minutes
 	$(BIN)/python -m pip install -qq --no-deps torchtune trl psutil
