@@ -61,6 +61,28 @@ def test_dropout_masks_and_the_random_numbers_after_them(policy: str) -> None:
     assert_same_training(LM(lambda width: AttentionBlock(width, dropout=0.5), 3), TOKENS, policy=policy)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("policy", ["full", "save_matmuls"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dropout_on_a_device_whose_tensors_come_by_keyword(policy: str, autocast: bool) -> None:
+    """Their device is then what tells torch whose random state to keep."""
+
+    class ByKeyword(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                x = self.first(x)
+                for block in self.layers:
+                    x = block(x=x)
+            return x.float().square().mean()
+
+    class Noisy(Tanh):
+        def forward(self, *, x: torch.Tensor) -> torch.Tensor:
+            return F.dropout(super().forward(x), 0.5)
+
+    model = ByKeyword([Noisy(), Noisy()]).cuda()
+    assert_same_training(model, [batch.cuda() for batch in FLOATS], policy=policy)
+
+
 def test_dropout_without_the_random_state_is_wrong_and_warned_of() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
     checkpointed = copy.deepcopy(model)

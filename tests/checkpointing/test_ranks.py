@@ -103,6 +103,27 @@ def test_fsdp2_wrapped_before_and_after() -> None:
     assert on_ranks(fsdp2, "after", torch.bfloat16) == [[], []]
 
 
+def fsdp2_shared(rank: int) -> list[str]:
+    """A frozen embedding, so that no input needs a gradient, and a first block that is called twice."""
+    dist.init_process_group("gloo")
+    results = []
+    for checkpointed in (True, False):
+        torch.manual_seed(0)
+        model = Sharing()
+        del model.unused
+        model.embed.requires_grad_(False)
+        for part in (*model.layers, model):
+            fully_shard(part)
+        if checkpointed:
+            checkpoint_blocks(model)
+        results.append(train(model, batches(rank)))
+    return differences(*results)
+
+
+def test_fsdp2_with_a_block_called_twice_and_nothing_but_adapters_to_train() -> None:
+    assert on_ranks(fsdp2_shared) == [[], []]
+
+
 def collectives(rank: int, order: str) -> dict[str, int]:
     """Collectives of one step by their kind."""
     dist.init_process_group("gloo")
