@@ -111,7 +111,7 @@ class GACPMonitor(Callback):
         self._report.recomputed_flops = memory.recomputed_flops
         if self.table:
             counting: str = trainer.strategy.counting  # type: ignore[attr-defined]
-            print_startup_table(meter.treatments, memory, trainer.accumulate_grad_batches, counting)
+            print_startup_table(meter.treatments, meter.cost_of, memory, trainer.accumulate_grad_batches, counting)
 
     def _stop_measuring(self) -> None:
         meter, self._meter = self._meter, None

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
+from lightning_gacp.callbacks.block_costs import BlockCost
 from lightning_gacp.callbacks.terminal import flops_text, show, size_text
 from lightning_gacp.callbacks.treatment import MicroBatchMemory, Treatment
 
+CostOf: TypeAlias = Callable[[Iterable[str]], BlockCost | None]
 
-def startup_rows(treated: Sequence[Treatment]) -> list[tuple[str, str, str, str]]:
+
+def startup_rows(treated: Sequence[Treatment], cost_of: CostOf) -> list[tuple[str, str, str, str]]:
     """Return one row for the blocks of a stack that are of the same class and treated alike."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[Treatment]] = {}
     for treatment in treated:
         key = (treatment.block.stack, type(treatment.block.module).__name__, treatment.words)
-        groups.setdefault(key, []).append(treatment.block.name)
-    return [(names_text(names), cls, str(len(names)), words) for (_, cls, words), names in groups.items()]
+        groups.setdefault(key, []).append(treatment)
+    rows = []
+    for (_, cls, words), group in groups.items():
+        names = [treatment.block.name for treatment in group]
+        rows.append((names_text(names), f"{len(names)} x {cls}", words, kept_text(group[0], cost_of(names))))
+    return rows
+
+
+def kept_text(alike: Treatment, cost: BlockCost | None) -> str:
+    """Return what blocks keep for their backward: without treatment, and with it where that is something else."""
+    if cost is None:
+        return "unknown"
+    before = size_text(cost.input_bytes + cost.saved_bytes)
+    if alike.offloaded:
+        return f"{before} -> on the host"
+    return f"{before} -> {size_text(cost.input_bytes)}" if alike.recomputed else before
 
 
 def names_text(names: Sequence[str]) -> str:
@@ -57,15 +74,16 @@ def startup_lines(memory: MicroBatchMemory | None, cycle_length: int, counting: 
 
 
 def print_startup_table(
-    treated: Sequence[Treatment], memory: MicroBatchMemory | None, cycle_length: int, counting: str
+    treated: Sequence[Treatment], cost_of: CostOf, memory: MicroBatchMemory | None, cycle_length: int, counting: str
 ) -> None:
     """Print the table; on rank 0 only.
 
     Args:
         treated: The blocks.
+        cost_of: What blocks of these names cost for a micro-batch.
         memory: What the first micro-batch showed; ``None`` where it was not measured.
         cycle_length: Micro-batches between two optimizer steps.
         counting: What is counted as items, in words.
     """
-    columns: Any = ("blocks", "class", "number", "activations")
-    show("lightning_gacp", columns, startup_rows(treated), startup_lines(memory, cycle_length, counting))
+    columns = ("blocks", "class", "activations", "kept a micro-batch")
+    show("lightning_gacp", columns, startup_rows(treated, cost_of), startup_lines(memory, cycle_length, counting))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,11 @@ class MicroBatchMeter:
         if all(type(tensor) in (Tensor, nn.Parameter) for tensor in there_anyway):
             self._saved = SavedBytes(there_anyway)
             self._saved.__enter__()
+
+    @property
+    def cost_of(self) -> Callable[[Iterable[str]], BlockCost | None]:
+        """What the blocks of these names cost for this micro-batch."""
+        return self._costs.of
 
     def close(self) -> None:
         """Stop measuring, and take all hooks off."""

@@ -160,8 +160,12 @@ def test_table_says_what_was_done(tmp_path: Path, capsys: pytest.CaptureFixture[
     with checkpoint_blocks(module, every_n_layers=2):
         fit(module, batches(), tmp_path)
     printed = capsys.readouterr().out
-    assert "net.{0,2}  Sequential  2       recomputed" in printed
-    assert "net.1      Sequential  1       kept" in printed
+    block, inside = 5 * 4 * 4, 5 * 8 * 4  # bytes: the input of a block of five rows, and what lies between its products
+    rows = [line.split(maxsplit=5) for line in printed.splitlines() if " x Sequential " in line]
+    assert rows == [
+        ["net.{0,2}", "2", "x", "Sequential", "recomputed", f"{2 * (block + inside)} B -> {2 * block} B"],
+        ["net.1", "1", "x", "Sequential", "kept", f"{block + inside} B"],
+    ]
     assert printed.count("first micro-batch: autograd keeps") == 1
     assert "instead of" in printed
     assert "cycle: 2 micro-batches an optimizer step" in printed
