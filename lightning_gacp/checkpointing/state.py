@@ -1,6 +1,6 @@
 """What a recomputation must find as the forward found it: buffers and attributes that it changed, weights, modes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -58,6 +58,25 @@ class BufferHabits:
         return not quiet
 
 
+def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies, which share memory with one another where the originals do."""
+    storages: dict[int, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+            storages.setdefault(tensor.untyped_storage()._cdata, []).append(place)
+    copies = [tensor.detach().clone() for tensor in tensors]
+    for places in storages.values():
+        storage = tensors[places[0]].untyped_storage()
+        # Small parts of a large storage are parts of something else, and do not overlap.
+        if len(places) > 1 and storage.nbytes() <= 4 * sum(tensors[place].nbytes for place in places):
+            shared = storage.clone()  # type: ignore[no-untyped-call]
+            for place in places:
+                like = tensors[place]
+                empty = torch.empty(0, dtype=like.dtype, device=like.device)
+                copies[place] = empty.set_(shared, like.storage_offset(), like.shape, like.stride())
+    return copies
+
+
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # tensors made in inference mode count no versions
 
@@ -107,7 +126,7 @@ class StateBefore:
         self.is_lazy = False
         """Whether the call will make parameters or buffers whose shapes are not known yet."""
         self._modes: list[tuple[nn.Module, bool]] = []
-        self._weights: list[tuple[nn.Module, str, nn.Parameter, int, bool]] = []
+        self._weights: list[tuple[nn.Module, Mapping[str, Any], str, torch.Tensor, int, bool]] = []
         self._buffers: list[_Buffer] = []
         self._attributes: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = []
         self._generators: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -122,13 +141,29 @@ class StateBefore:
             if "_is_fsdp_managed_module" not in module.__dict__:  # faster than asking the module, which would search
                 for name, weight in module._parameters.items():
                     if weight is not None:
-                        self._weights.append((module, name, weight, _version(weight), weight.requires_grad))
+                        self._weights.append(
+                            (module, module._parameters, name, weight, _version(weight), weight.requires_grad)
+                        )
             for name, buffer in module._buffers.items():
-                version = 0 if buffer is None else _version(buffer)
-                copy = None if buffer is None else buffer.detach().clone()
-                self._buffers.append(_Buffer((place, name), module._buffers, name, buffer, version, copy))
+                if buffer is not None and buffer.requires_grad:  # as a weight: its graph must lead to the same tensor
+                    self._weights.append((module, module._buffers, name, buffer, _version(buffer), True))
+                else:
+                    self._keep_buffer(place, module._buffers, name, buffer)
             if _is_users(module.__class__.__module__):
                 self._keep_attributes(place, module.__dict__)
+
+        if self._buffers:
+            self._copy_buffers()
+
+    def _keep_buffer(self, place: int, holder: dict[str, Any], name: str, buffer: torch.Tensor | None) -> None:
+        version = 0 if buffer is None else _version(buffer)
+        self._buffers.append(_Buffer((place, name), holder, name, buffer, version, None))
+
+    def _copy_buffers(self) -> None:
+        copies = iter(_copied([buffer.before for buffer in self._buffers if buffer.before is not None]))
+        self._buffers = [
+            buffer if buffer.before is None else buffer._replace(copy=next(copies)) for buffer in self._buffers
+        ]
 
     def _keep_attributes(self, place: int, attributes: dict[str, Any]) -> None:
         watched = {name: value for name, value in attributes.items() if type(value) in _WATCHED}
@@ -139,8 +174,7 @@ class StateBefore:
             if isinstance(value, torch.Generator):
                 self._generators.append((value, value.get_state()))
             elif value.grad_fn is None and not value.requires_grad and value.nbytes <= _SMALL:
-                copy = value.clone()  # a running value that is not registered as a buffer
-                self._buffers.append(_Buffer((place, name), attributes, name, value, _version(value), copy))
+                self._keep_buffer(place, attributes, name, value)  # a running value that is not registered as one
         self._attributes.append((attributes, watched, tuple(attributes)))
 
     def forget_unchanged(self, habits: BufferHabits) -> None:
@@ -157,8 +191,8 @@ class StateBefore:
         Raises:
             RuntimeError: A weight was replaced or changed in place since.
         """
-        for module, name, weight, version, _ in self._weights:
-            now = module._parameters.get(name)
+        for module, holder, name, weight, version, _ in self._weights:
+            now = holder.get(name)
             if now is not weight or _version(weight) != version:
                 path = next(path for path, part in self._block.named_modules() if part is module)
                 full_name = ".".join(part for part in (block_name, path, name) if part)
@@ -188,7 +222,8 @@ class StateBefore:
         if buffers:
             # A second copy, since another recomputation may come. The modes of selective checkpointing must not see it.
             with _disable_current_modes():
-                copies = [None if buffer.copy is None else buffer.copy.clone() for buffer in self._buffers]
+                again = iter(_copied([buffer.copy for buffer in self._buffers if buffer.copy is not None]))
+            copies = [None if buffer.copy is None else next(again) for buffer in self._buffers]
         try:
             for module, training in modes:
                 module.training = not training

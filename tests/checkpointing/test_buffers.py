@@ -144,6 +144,21 @@ class LazyMean(RunningMean):
         return super().change(x)
 
 
+class SharedBuffers(Block):
+    """One tensor under two names, and a view of a third."""
+
+    def make(self) -> None:
+        self.register_buffer("one", torch.ones(4))
+        self.register_buffer("same", self.one)
+        self.register_buffer("table", torch.ones(2, 4))
+        self.register_buffer("row", self.table[1])
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        self.one += 1
+        self.table += x.detach().mean(0)
+        return torch.sin(x * self.same.clone() + self.row.clone())
+
+
 class Attributes(Block):
     """No buffers: numbers, a switch that is made by the first forward, and a tensor changed in place or replaced."""
 
@@ -202,6 +217,7 @@ ALL = [
     DataTable,
     LateIndex,
     LazyMean,
+    SharedBuffers,
     Attributes,
     Quantiser,
     SpectralNorm,
@@ -368,6 +384,17 @@ def test_large_tables_are_copied_only_while_they_are_watched() -> None:
         output = checkpointed(BATCHES[0])
         assert live.now < _SMALL < live.peak
     del output
+
+
+def test_a_buffer_that_requires_a_gradient() -> None:
+    plain = nn.Sequential(RunningMean(), nn.Linear(4, 4))
+    plain[0].register_buffer("mean", torch.ones(4, requires_grad=True))
+    plain[0].update = lambda value: None
+    checkpointed = copy.deepcopy(plain)
+    checkpoint_blocks(checkpointed, blocks=RunningMean)
+    for each in (plain, checkpointed):
+        loss(each, BATCHES[0]).backward()
+    assert torch.equal(checkpointed[0].mean.grad, plain[0].mean.grad)
 
 
 def test_buffers_made_in_inference_mode() -> None:
