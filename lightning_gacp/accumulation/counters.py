@@ -183,6 +183,6 @@ def describe(batch: Any) -> str:
 
 
 def _count(labels: Tensor, ignore_index: int) -> int:
-    if type(labels) is Tensor and labels.device.type == "cpu" and not labels.is_floating_point():
+    if type(labels) is Tensor and labels.is_cpu and not labels.is_floating_point():
         return int(np.count_nonzero(labels.numpy() != ignore_index))  # a quarter of the time that torch takes
     return int((labels != ignore_index).sum())

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -30,8 +30,7 @@ def _alone(values: Sequence[float]) -> Sequence[float]:
     return values
 
 
-@dataclass(frozen=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """What to do with one micro-batch.
 
     Attributes:
@@ -133,13 +132,15 @@ class AccumulationCycle:
         """Whether the closed cycle had losses but not one item on any rank: there is nothing to step with."""
         return self.closed and self.total_items == 0 and self._losses_without_items > 0
 
-    def add(self, num_items: float, last: bool, has_loss: bool = True) -> MicroBatch:
+    def add(self, num_items: float, last: bool, has_loss: bool = True, divided_by: float = 1.0) -> MicroBatch:
         """Takes the next micro-batch in.
 
         Args:
             num_items: Items its loss is a mean or sum over, on this rank.
             last: Whether the optimizer steps after it. Must be the same on all ranks.
             has_loss: ``False`` for a micro-batch that was run but gave no loss: its items do not count.
+            divided_by: What the loss has been divided by already, and the weight undoes (Lightning divides by the
+                length of a cycle). The reference is multiplied by it, so that equal counts give weights of exactly 1.
 
         Returns:
             The weight of its loss, and the factor for the gradients gathered before it.
@@ -157,29 +158,29 @@ class AccumulationCycle:
         self.losses += has_loss
         self.items += items
         self._losses_without_items += has_loss and items == 0
-        return self._close(items) if last else self._gather(items)
+        return self._close(items, divided_by) if last else self._gather(items, divided_by)
 
-    def _gather(self, items: float) -> MicroBatch:
+    def _gather(self, items: float, divided_by: float) -> MicroBatch:
         if self.loss_reduction == "prescaled":
-            return MicroBatch(self._prescaled_weight(items))
+            return MicroBatch(self._prescaled_weight(items) * divided_by)
         if self.reference is None:
             # Every rank comes here until one of them has items, so the collective is entered by all or by none.
             mean = self._sum_over_ranks([items])[0] / self.world_size
             if mean == 0:
                 return MicroBatch(0.0)
-            self.reference = mean
-        return MicroBatch(self._numerator(items) / self.reference)
+            self.reference = mean * divided_by
+        return MicroBatch(self._numerator(items) * divided_by / self.reference)
 
-    def _close(self, items: float) -> MicroBatch:
+    def _close(self, items: float, divided_by: float) -> MicroBatch:
         self.closed = True
         self.total_items, self._losses_without_items = self._sum_over_ranks([self.items, self._losses_without_items])
         if self.loss_reduction == "prescaled":
-            return MicroBatch(self._prescaled_weight(items))
+            return MicroBatch(self._prescaled_weight(items) * divided_by)
         share = self.total_items / self.world_size if self.average_across_ranks else self.items
         if share == 0:  # no items: what was gathered is nothing but zeros
             return MicroBatch(0.0)
         factor = 1.0 if self.reference is None else self.reference / share
-        return MicroBatch(self._numerator(items) / share, factor)
+        return MicroBatch(self._numerator(items) * divided_by / share, factor)
 
     def _numerator(self, items: float) -> float:
         return items if self.loss_reduction == "mean" else float(items > 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -48,10 +48,12 @@ _BATCH_HOOKS = frozenset(
 class Current:
     """The micro-batch that runs."""
 
-    def __init__(self, ready: int, length: int, last: bool, items: float | Exception | None) -> None:
+    def __init__(self, ready: int, length: int, last: bool, items: float | Exception | None, manual: bool) -> None:
         self.ready = ready  # its number in the epoch, from 1
         self.length = length  # Lightning's cycle length
         self.last = last
+        self.manual = manual
+        self.divided_by = 1.0 if manual else float(length)  # in automatic optimization Lightning divides the loss
         self.items = items
         self.step: MicroBatch | None = None  # once its count has entered the cycle
         self.has_loss = False
@@ -116,8 +118,9 @@ class CycleBooks(_Base):
 
     @property
     def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        # By the attributes behind Lightning's properties: this is asked several times a micro-batch.
+        assert self._lightning_module is not None and self._lightning_module._trainer is not None
+        return self._lightning_module._trainer
 
     @property
     def _fitting(self) -> bool:
@@ -126,13 +129,22 @@ class CycleBooks(_Base):
         return module is not None and module._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
 
     @property
+    def _training(self) -> bool:
+        """Whether training runs, not a validation inside it."""
+        module = self._lightning_module
+        if module is None or module._trainer is None:
+            return False
+        # Enum members of Lightning's compare as text, which takes longer than all the rest here.
+        return module._trainer.state.stage is RunningStage.TRAINING
+
+    @property
     def _manual(self) -> bool:
-        return self.lightning_module is not None and not self.lightning_module.automatic_optimization
+        return self._lightning_module is not None and not self._lightning_module.automatic_optimization
 
     @property
     def _active(self) -> bool:
         """Whether a micro-batch of training runs (stochastic weight averaging runs some without a backward)."""
-        return self._current is not None and self._trainer.training
+        return self._current is not None and self._training
 
     def _begin_micro_batch(self, trainer: Trainer) -> None:
         loop = trainer.fit_loop
@@ -146,7 +158,7 @@ class CycleBooks(_Base):
                 )
             self._start_cycle()
         self._step_skipped = False
-        self._current = Current(ready, length, not loop._should_accumulate(), self._counted)
+        self._current = Current(ready, length, not loop._should_accumulate(), self._counted, self._manual)
 
     @property
     def _guesses(self) -> bool:
@@ -163,7 +175,7 @@ class CycleBooks(_Base):
                     parameter.grad = None
 
     def _give_back_kept(self) -> None:
-        if self._current is not None and self._current.fetches and not self._manual:
+        if self._current is not None and self._current.fetches and not self._current.manual:
             for gate in self._gates:
                 if gate.aside:
                     gate.aside.put_back(gate.parameters, add=True)
@@ -200,11 +212,11 @@ class CycleBooks(_Base):
                 self._count.announce(type(self).__name__, current.length, handed_over=num_items is not None)
             current.handed_over = items
             current.has_loss = has_loss
-            step = self._cycle.add(items, current.last, has_loss)
+            step = self._cycle.add(items, current.last, has_loss, current.divided_by)
             if self._scales_after_last_backward:
                 self._factor_due = step.factor
                 step = MicroBatch(step.weight / step.factor)
-            else:
+            elif step.factor != 1.0:
                 self._scale_gathered(step.factor)
             current.step = step
         elif num_items is not None and float(num_items) != current.handed_over:

@@ -28,6 +28,7 @@ class ItemCount:
         if counter is None:
             self._counter = EqualWeights()
         self.described = ""
+        self._advice = ""
 
     def __call__(self, batch: Any) -> float:
         """Counts a batch on the host.
@@ -47,17 +48,19 @@ class ItemCount:
             return error
 
     def announce(self, strategy: str, length: int, handed_over: bool) -> None:
-        """Says what is counted, at the first count that is used.
+        """Says what is counted, at the first count that is used; and advises, once weights other than 1 come of it.
 
         Args:
             strategy: Who speaks.
             length: Micro-batches in a cycle.
             handed_over: Whether counts come with the loss.
         """
-        if self.described:
-            return
-        self.described = "the items that come with each loss" if handed_over else repr(self._counter)
-        cycles = f"cycles of {length} micro-batch{'es' if length > 1 else ''}"
-        rank_zero_info(f"{strategy}: {cycles}, weighted by {self.described}")
-        if not handed_over and length > 1 and isinstance(self._counter, EqualWeights) and self._counter.advice:
-            rank_zero_warn(self._counter.advice)
+        if not self.described:
+            self.described = "the items that come with each loss" if handed_over else repr(self._counter)
+            cycles = f"cycles of {length} micro-batch{'es' if length > 1 else ''}"
+            rank_zero_info(f"{strategy}: {cycles}, weighted by {self.described}")
+            if not handed_over and isinstance(self._counter, EqualWeights):
+                self._advice = self._counter.advice
+        if self._advice and length > 1:  # a schedule may begin with cycles of 1
+            rank_zero_warn(self._advice)
+            self._advice = ""

@@ -32,4 +32,4 @@ class CountingIterator(Iterator[Any]):
 
 def fetches_itself(args: tuple[Any, ...]) -> bool:
     """Whether the arguments of a ``training_step`` are Lightning's iterator."""
-    return len(args) > 0 and isinstance(args[0], _DataFetcherWrapper)
+    return bool(args) and type(args[0]) is _DataFetcherWrapper

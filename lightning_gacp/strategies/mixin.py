@@ -312,8 +312,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Counts the items of a train batch, then moves it to the device."""
-        module = self.lightning_module
-        if self._count is not None and module is not None and module._trainer is not None and self._trainer.training:
+        if self._count is not None and self._training:
             self._counted = self._count.attempt(batch)
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -380,9 +379,9 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             current.items, current.fetches = None, True
             args = (CountingIterator(args[0], self._note_fetched), *args[1:])
         output = super().training_step(*args, **kwargs)
-        if current.fetches and not self._manual:
+        if current.fetches and not current.manual:
             self._keep_from_zeroing()
-        if self._manual:
+        if current.manual:
             self._settle(has_loss=False)
             if current.last:
                 self._finish_cycle()
@@ -412,28 +411,25 @@ class AccumulationMixin(CycleCheckpoints, _Base):
                 ``self.manual_backward(loss, num_items=n)``.
             **kwargs: For ``Tensor.backward``.
         """
-        if not self._active:
+        current, module = self._current, self._lightning_module
+        if current is None or module is None or not self._training:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        assert self._current is not None and self.lightning_module is not None
         self._give_back_kept()
         step = self._settle(num_items)
         for gate in self._gates:
             gate.note_backward()
         weight = step.weight
-        # Lightning has divided the loss by the cycle's length in automatic optimization.
-        undo = 1.0 if self._manual else self._current.length
-        if self._current.handed_over:
-            items = self._current.handed_over if self._cycle.loss_reduction == "mean" else 1.0
-            self._running_loss.add(closure_loss, items * undo)
-        weight *= undo
-        with self._synced(self._current.last) if self._manual else nullcontext():
+        if current.handed_over:
+            items = current.handed_over if self._cycle.loss_reduction == "mean" else 1.0
+            self._running_loss.add(closure_loss, items * current.divided_by)
+        with self._synced(current.last) if current.manual else nullcontext():
             if weight == 0:
                 self._backward_without_items(closure_loss, optimizer)
                 return closure_loss.detach()
             # The lines of Lightning's `Strategy.backward`, with the weight put in after the hooks that look at the
             # loss.
             self.pre_backward(closure_loss)
-            plugin, module = self.precision_plugin, self.lightning_module
+            plugin = self.precision_plugin
             closure_loss = plugin.pre_backward(closure_loss, module)
             weighted = closure_loss if weight == 1.0 else closure_loss * weight
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
