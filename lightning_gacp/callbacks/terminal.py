@@ -8,6 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.imports import RequirementCache
 
 _RICH = RequirementCache("rich>=10.2.2")
+_FILE_WIDTH = 200
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -45,10 +46,14 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], line
     if rows:
         table = Table(title=title, title_justify="left", header_style="bold", show_header=any(columns))
         for name in columns:
-            table.add_column(name)
+            table.add_column(name, overflow="fold")  # names of modules have no spaces to break at
         for row in rows:
             table.add_row(*map(escape, row))
+        width = console.width
+        if not console.is_terminal:  # a file is as wide as the table needs it to be; rich would take 80 columns
+            console.width = max(width, _FILE_WIDTH)
         console.print(table)
+        console.width = width
     for text in lines:
         console.print(escape(text), highlight=False, soft_wrap=True)
 
