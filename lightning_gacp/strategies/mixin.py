@@ -39,7 +39,7 @@ from lightning_gacp.strategies.gates import GACPOptimizer, OptimizerGate
 from lightning_gacp.strategies.grad_dtype import accumulate_in, accumulate_in_own, cast_to_own
 from lightning_gacp.strategies.lookahead import LookAhead, is_stateful, shortest
 from lightning_gacp.strategies.scaling import ManualScaling
-from lightning_gacp.strategies.schedulers import gate_scheduler, release_scheduler
+from lightning_gacp.strategies.schedulers import follow_schedulers_again, gate_scheduler, release_scheduler
 from lightning_gacp.strategies.settings import Settings
 
 if TYPE_CHECKING:
@@ -256,6 +256,9 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         """Begins a run of the fit loop with clean books, whatever an earlier run left."""
         self._forget()
         self._cycles = self.lost_micro_batches = self.skipped_cycles = 0
+        if self._trainer.fit_loop.restarted_mid_epoch:
+            self._follow_schedule()
+            follow_schedulers_again(self._trainer)
         self._restore_cycle()
         super().on_train_start()
         self._said_batch_norm = False

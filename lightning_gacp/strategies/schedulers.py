@@ -1,4 +1,4 @@
-"""Learning-rate schedulers that move only with the optimizer.
+"""Learning-rate schedulers that move only with the optimizer; Lightning's scheduler of accumulation.
 
 ``step`` is gated by a generated subclass. Patching it onto the instance would put the patch into every checkpoint: a
 scheduler's ``state_dict`` takes all instance attributes.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 # (class of the scheduler, gate) of every scheduler whose class is swapped now, by its id.
 _MARK = "_gacp_original_class"
@@ -41,3 +44,13 @@ def release_scheduler(scheduler: Any) -> None:
     original = getattr(type(scheduler), _MARK, None)
     if original is not None:
         scheduler.__class__ = original
+
+
+def follow_schedulers_again(trainer: Trainer) -> None:
+    """Sets the length of cycles that a ``GradientAccumulationScheduler`` has set at the start of the present epoch.
+
+    Lightning does not call that hook again when it resumes inside an epoch, and would go on with the first length.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler):
+            trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)

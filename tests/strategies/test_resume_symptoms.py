@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from tests.strategies.models import big_batch_gradients, make_net, ragged_batches
 from tests.strategies.resuming import (
@@ -19,23 +22,26 @@ from tests.strategies.resuming import (
 )
 
 
-@pytest.mark.parametrize("manual", [False, True])
-def test_resuming_with_a_schedule_of_cycle_lengths(manual, tmp_path):
-    """lightning 5334: resuming crashed, or went on with the length of the first epoch."""
-
-    def using():
-        return strategy(accumulate_grad_batches={0: 1, 1: 4})
-
+@pytest.mark.parametrize(("manual", "ours"), [(False, True), (True, True), (False, False)])
+def test_resuming_with_a_schedule_of_cycle_lengths(manual, ours, tmp_path):
+    """lightning 5334: a resumed run crashed, or went on with the length of the first epoch."""
+    schedule = {0: 1, 1: 4}
     data = ragged_batches([length or 2 for length in LENGTHS])  # one without items would make no step of its own
-    whole = Learner(manual)
-    steps = train(whole, StatefulLoader(data), using=using).global_step
+
+    def run(*callbacks, path=None):
+        module = Learner(manual)
+        scheduler = [] if ours else [GradientAccumulationScheduler(schedule)]
+        using = partial(strategy, accumulate_grad_batches=schedule if ours else None)
+        trainer = train(module, StatefulLoader(data), *scheduler, *callbacks, path=path, using=using)
+        return trainer.global_step, state_of(module)
+
+    steps, whole = run()
     assert steps == len(LENGTHS) + 3
     for at in (4, len(LENGTHS), len(LENGTHS) + 1, len(LENGTHS) + 2, len(LENGTHS) + 5):
-        train(Learner(manual), StatefulLoader(data), SaveAndCut(at, tmp_path / f"{at}.ckpt"), using=using)
-        resumed = Learner(manual)
-        trainer = train(resumed, StatefulLoader(data), path=tmp_path / f"{at}.ckpt", using=using)
-        assert same(state_of(resumed), state_of(whole)), at
-        assert trainer.global_step == steps
+        run(SaveAndCut(at, tmp_path / f"{at}.ckpt"))
+        steps_resumed, resumed = run(path=tmp_path / f"{at}.ckpt")
+        assert same(resumed, whole), at
+        assert steps_resumed == steps
 
 
 @pytest.mark.parametrize("manual", [False, True])
