@@ -98,6 +98,22 @@ def test_bash(page: Path, body: str, example: Load, tiny: list[str]) -> None:
                 example("train_lm").main([*rest, *tiny])
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_no_snippet_is_overlooked(page: Path) -> None:
+    """Every fence is seen above, whatever its indentation, and is of a kind that is run, compared or only text."""
+    text = page.read_text()
+    kinds = [kind for kind, _ in FENCE.findall(text)]
+    assert text.count("```") == 2 * len(kinds)
+    assert set(kinds) <= {"python", "yaml", "bash", "diff", "text"}
+
+
+def test_every_command_in_the_prose_is_there() -> None:
+    """Scripts that pages name are files of the repository."""
+    for page in PAGES:
+        for script in re.findall(r"(?:benchmarks|examples)/[\w/]+\.(?:py|yaml|diff)", page.read_text()):
+            assert (ROOT / script).exists(), f"{page.name} names {script}"
+
+
 def test_links() -> None:
     """Every relative link leads to a file of the repository, and every page of docs/ is linked from somewhere."""
     linked = set()
