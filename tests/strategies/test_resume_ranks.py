@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -207,6 +209,50 @@ def test_what_cannot_be_carried_is_said(kind, options, why, tmp_path):
     assert lost == 2
     assert said == [f"2 micro-batches were lost: {why}. {discarded}"]
     assert others[0][1:] == (2, [])
+
+
+def _with_plain(rank: int, kind: str, folder: str, sharded_file: bool) -> Any:
+    """Ours inside a cycle, resumed by Lightning alone; Lightning's inside and at the end of one, resumed by ours."""
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    if kind == "ddp":
+        plain: Any = DDPStrategy
+        ours: Any = partial(using, "ddp")
+    else:
+        options = {**sizes, "save_distributed_checkpoint": sharded_file}
+        plain = partial(ModelParallelStrategy, **options)
+        ours = partial(using, "fsdp2", **options)
+
+    def go(strategy: Any, path: str = "", at: int = 0, save: str = "", **trainer: Any) -> Any:
+        module = Learner() if kind == "ddp" else sharded(Learner())
+        callbacks = [SaveAndCut(at, Path(save))] if save else []
+        settings = {"max_epochs": 1, "devices": 2, "use_distributed_sampler": False, "using": strategy, **trainer}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run = train(
+                module, Shared(rank, 2), *callbacks, path=Path(path) if path else None, using=strategy, **settings
+            )
+        return run.global_step, [str(w.message) for w in caught if "lost" in str(w.message)]
+
+    lightning = {"accumulate_grad_batches": CYCLE}
+    go(ours, at=6, save=f"{folder}/ours.ckpt")
+    found = [go(plain, f"{folder}/ours.ckpt", **lightning)]
+    for at in (6, 4):
+        go(plain, at=at, save=f"{folder}/plain{at}.ckpt", **lightning)
+        found.append(go(ours, f"{folder}/plain{at}.ckpt"))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "in_shards"), [("ddp", False), ("fsdp2", True), ("fsdp2", False)])
+def test_with_lightnings_own_strategies(kind, in_shards, tmp_path):
+    """Each loads what the other has saved; what is missing in an open cycle of Lightning's is said."""
+    without = (
+        "2 micro-batches were lost: the checkpoint was written inside a cycle, without this package. Their gradients"
+        " are discarded; no step was taken with them."
+    )
+    steps = 2  # cycles of 4 of 8 micro-batches
+    ranks = on_ranks(_with_plain, kind, str(tmp_path), in_shards)
+    assert ranks[0] == [(steps, []), (steps, [without]), (steps, [])]
+    assert ranks[1] == [(steps, [])] * 3
 
 
 def _cut_at(rank: int, path: str, at: list[int]) -> list[list[str]]:
