@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Counter = Callable[[Any], Any]
+_FEW = 64
 
 
 class CausalLMTargets:
@@ -184,5 +185,8 @@ def describe(batch: Any) -> str:
 
 def _count(labels: Tensor, ignore_index: int) -> int:
     if type(labels) is Tensor and labels.is_cpu and not labels.is_floating_point():
-        return int(np.count_nonzero(labels.numpy() != ignore_index))  # a quarter of the time that torch takes
+        # What takes the least time, within a training step: a list of few labels, an array of many.
+        if labels.numel() <= _FEW:
+            return labels.numel() - labels.flatten().tolist().count(ignore_index)
+        return int(np.count_nonzero(labels.numpy() != ignore_index))
     return int((labels != ignore_index).sum())

@@ -66,6 +66,13 @@ def test_where_labels_may_stand(batch, key):
     assert CausalLMTargets(key)(batch) == 3
 
 
+@pytest.mark.parametrize("shape", [(0,), (64,), (65,), (2, 32), (3, 99), (2, 5, 50)])
+def test_few_labels_and_many(shape):
+    """They are counted in two ways."""
+    labels = torch.randint(3, shape, generator=torch.Generator().manual_seed(0))
+    assert Targets(ignore_index=1)({"labels": labels}) == int((labels != 1).sum())
+
+
 def test_labels_as_a_list_of_numbers():
     assert Targets()({"labels": [1, -100, 0]}) == 2
 

@@ -78,6 +78,19 @@ def test_each_rank_on_its_own():
     assert cycle.add(2, last=True) == MicroBatch(2 / 8, factor=4 / 8)
 
 
+def test_what_the_loss_was_divided_by_is_undone():
+    """Equal counts in a cycle as long as the divisor: nothing is multiplied, not even by something close to 1."""
+    for length in (3, 7, 49):
+        cycle = AccumulationCycle()
+        for i in range(length):
+            assert cycle.add(5, last=i + 1 == length, divided_by=length) == MicroBatch(1.0)
+    cycle = AccumulationCycle()
+    assert cycle.add(6, last=False, divided_by=4) == MicroBatch(1.0)
+    assert cycle.add(2, last=True, divided_by=4) == MicroBatch(4 * 2 / 8, factor=4 * 6 / 8)
+    prescaled = AccumulationCycle("prescaled", 2, lambda values: [2 * value for value in values])
+    assert prescaled.add(6, last=False, divided_by=4) == MicroBatch(8.0)
+
+
 def test_the_reference_waits_for_the_first_items_of_any_rank():
     sums = TwoRanks([0.0], [4.0], [4.0, 2.0])
     cycle = AccumulationCycle("mean", 2, sums)

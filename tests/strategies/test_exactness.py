@@ -287,6 +287,17 @@ def test_nothing_is_multiplied_in_cycles_of_one() -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("length", [2, 3, 7])
+def test_equal_counts_are_lightnings_own_accumulation(length: int) -> None:
+    """Where every micro-batch has as many items, and no cycle is short, Lightning is right: the same to the last bit."""
+    batches = ragged_batches([6] * (3 * length))
+    ours, theirs = Automatic(), Automatic()
+    quiet_trainer(strategy=GACPStrategy(length, num_items="labels")).fit(ours, loader(batches))
+    quiet_trainer(accumulate_grad_batches=length).fit(theirs, loader(batches))
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_fit_is_silent_but_for_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is counted is said once; nothing is warned about."""
     strategy = GACPStrategy(accumulate_grad_batches=3, num_items="labels")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,7 +33,7 @@ from strategies.models import (
 LENGTHS = [6, 2, 9, 4, 1, 7, 3, 5, 8, 2]
 
 
-def fit(module: Any, data: Any, cycle: int = 4, epochs: int = 1, trainer: dict[str, Any] | None = None, **kwargs: Any):
+def fit(module: Any, data: Any, cycle: Any = 4, epochs: int = 1, trainer: dict[str, Any] | None = None, **kwargs: Any):
     strategy = GACPStrategy(accumulate_grad_batches=cycle, **{"num_items": "labels", **kwargs})
     quiet_trainer(strategy=strategy, max_epochs=epochs, **(trainer or {})).fit(module, data)
     return strategy
@@ -316,3 +318,19 @@ def test_ambiguous_targets_warn_once_and_weigh_the_same():
     expected = list(torch.autograd.grad(mean_of_means, list(net.parameters())))
     assert relative_error(module.seen[0], expected) < 1e-12
     assert relative_error(module.seen[0], big_batch_gradients(net, batches[:4])) > 0.01
+
+
+@pytest.mark.parametrize("cls", [Automatic, Manual])
+def test_the_advice_on_equal_weights_comes_when_a_schedule_leaves_cycles_of_one(cls):
+    """In cycles of 1 nothing is weighted, and there is nothing to warn of."""
+    said_at: list[int] = []
+
+    class Notes(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            said_at.append(sum("num_items='auto'" in str(warning.message) for warning in said))
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer = {"callbacks": [Notes()]}
+        fit(cls(), loader(ragged_batches(LENGTHS)), {0: 1, 2: 4}, epochs=4, num_items="auto", trainer=trainer)
+    assert said_at == [0, 0, 1, 1]
