@@ -8,6 +8,7 @@ from torch import nn
 from lightning_gacp.blocks import Block, Selector, every_nth, find_blocks
 from lightning_gacp.checkpointing.layer import Recomputation
 from lightning_gacp.checkpointing.policies import Policy
+from lightning_gacp.checkpointing.state import is_traceable
 from lightning_gacp.wrapping import Applied, layer_of, refuse_unwrappable, unwrap, wrap
 
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
@@ -76,6 +77,7 @@ def checkpoint_blocks(
 
     try:
         for block, layer in zip(chosen, layers, strict=True):
+            layer.traceable = is_traceable(block.module)
             _wrap_named(block, layer)
             done.append(block.module)
         if offload:

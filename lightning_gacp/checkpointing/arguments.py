@@ -55,6 +55,17 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torc
     return tensors, Template(_strip(args, tensors), _strip(kwargs, tensors))
 
 
+def holds_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a block is given lists or dicts, which it may change."""
+    return any(_is_container(value) for value in (*args, *kwargs.values()))
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(_is_container(item) for item in value)
+    return isinstance(value, (list, dict))
+
+
 def _strip(value: Any, tensors: list[torch.Tensor]) -> Any:
     kind = type(value)
     if kind in _PLAIN:
@@ -118,13 +129,13 @@ def without_caches(
     if not caches:
         return args, kwargs
     if any(_has_content(cache, block) for cache in caches):
-        _warn_once(
+        warn_once(
             (type(block).__qualname__, "kept"),
             f"`{name}` was called in training with a key-value cache that has content, which a recomputation would "
             "extend again. The block runs without checkpointing; to save memory, call the model without the cache.",
         )
         return None
-    _warn_once(
+    warn_once(
         (type(block).__qualname__, "dropped"),
         f"`{name}` was called in training with a key-value cache, which a recomputation would fill a second time. "
         "Checkpointed blocks run without it; set `use_cache=False` in the configuration of the model.",
@@ -168,7 +179,7 @@ def _holds_tensors(holder: Any) -> bool:
 _warned: set[tuple[str, str]] = set()
 
 
-def _warn_once(key: tuple[str, str], message: str) -> None:
+def warn_once(key: tuple[str, str], message: str) -> None:
     """Warn once for each class of blocks, not for each block."""
     if key not in _warned:
         _warned.add(key)

@@ -8,12 +8,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gacp.checkpointing.arguments import Template, take_apart, without_caches
+from lightning_gacp.checkpointing.arguments import Template, holds_containers, take_apart, warn_once, without_caches
 from lightning_gacp.checkpointing.policies import Contexts, Policy, contexts_for, with_copies
 from lightning_gacp.checkpointing.state import BufferHabits, StateBefore
 from lightning_gacp.watching import RECOMPUTATION, Watch, no_watch
 
 _DETERMINISM_CHECKS = ("default", "none")
+_NOT_TRACED = (
+    "a checkpointed block whose forward may change its buffers or the lists that it is given is not compiled: the "
+    "graph breaks there. Use `fullgraph=False`"
+)
 
 
 class Recomputation:
@@ -30,6 +34,8 @@ class Recomputation:
         self._preserve_rng_state = preserve_rng_state
         self._determinism_check = determinism_check
         self._habits = BufferHabits()
+        self.traceable = True
+        """Whether a compiler may see through the checkpoint: see `is_traceable`."""
 
     def __call__(
         self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -42,11 +48,34 @@ class Recomputation:
             return forward(*args, **kwargs)
         args, kwargs = prepared
         tensors, template = take_apart(args, kwargs)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.traceable and not holds_containers(args, kwargs):
             # The compiler sees through the checkpoint and does by itself what `_Call` and `StateBefore` do.
             return self._checkpoint(
                 lambda *given: _call(forward, template, given), tensors, early_stop=True, contexts=self._contexts
             )
+        if torch.compiler.is_compiling():
+            return self._run_uncompiled(block, forward, args, kwargs, tensors, template)
+        return self._run(block, forward, args, kwargs, tensors, template)
+
+    @torch.compiler.disable(reason=_NOT_TRACED)  # type: ignore[untyped-decorator, no-untyped-call]
+    def _run_uncompiled(self, *call: Any) -> Any:
+        warn_once(
+            (type(call[0]).__qualname__, "uncompiled"),
+            f"`{self.name}` is checkpointed and not compiled: it has buffers or is given lists, which its forward may "
+            "change, and the compiler would recompute with the changed ones. Compile what is inside the block, or "
+            "leave the block out of `blocks=`.",
+        )
+        return self._run(*call)
+
+    def _run(
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        template: Template,
+    ) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise RuntimeError(
                 f"`{self.name}` is checkpointed, which does not work under the transforms of `torch.func`. "

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -109,6 +110,23 @@ def _modules_of(block: nn.Module) -> list[nn.Module]:
                 seen.add(child)
                 found.append(child)
     return found
+
+
+def is_traceable(block: nn.Module) -> bool:
+    """Whether a compiler that sees through a checkpoint recomputes ``block`` right.
+
+    It recomputes with buffers as the forward has left them, so it must not see those that a forward may change. The
+    output of a norm that is trained does not depend on its statistics, and tables of integers are no state.
+    """
+    for module in _modules_of(block):
+        if isinstance(module, _NormBase):
+            continue
+        watched = module.__dict__.values() if _is_users(module.__class__.__module__) else ()
+        attributes = [value for value in watched if type(value) is torch.Tensor]
+        for buffer in [*module._buffers.values(), *attributes]:
+            if buffer is None or buffer.is_floating_point() or buffer.is_complex() or buffer.dim() == 0:
+                return False
+    return True
 
 
 class StateBefore:

@@ -6,11 +6,23 @@ import pytest
 import torch
 from offload.simulated import SimulatedDevice
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from checkpointing.models import LM, AttentionBlock, MLPBlock, assert_equal, saved_bytes, train
-from lightning_gacp.checkpointing import checkpoint_blocks
+from checkpointing.test_buffers import (
+    BATCHES,
+    AssignedMean,
+    Attributes,
+    Block,
+    DataMean,
+    Quantiser,
+    RunningMean,
+    SharedBuffers,
+)
+from checkpointing.test_buffers import loss as square
+from lightning_gacp.checkpointing import arguments, checkpoint_blocks
 from lightning_gacp.offload.accelerator import AcceleratorDevice
 from lightning_gacp.wrapping import layer_of
 
@@ -21,7 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 
 @pytest.fixture(autouse=True)
-def _forget_graphs() -> None:
+def _forget_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "_warned", set())
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -124,6 +137,45 @@ def test_each_way_to_compile_is_one_graph_and_bit_equal(way: str, compiled_first
     assert_equal({name.replace("_orig_mod.", ""): value for name, value in found.items()}, train(plain, [TOKENS] * 2))
     assert counter.frame_count == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("cls", [RunningMean, AssignedMean, DataMean, Attributes, Quantiser, SharedBuffers])
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+def test_buffers_that_a_compiled_block_changes(cls: type[Block], way: str) -> None:
+    """A compiler that sees through the checkpoint would recompute with the changed ones: wrong gradients, silently."""
+    plain = nn.Sequential(nn.Linear(4, 4), cls(), cls())
+    checkpointed = copy.deepcopy(plain)
+    checkpoint_blocks(checkpointed, blocks=cls)
+    for module in [checkpointed] if way == "whole" else checkpointed[1:]:
+        module.compile(backend="aot_eager")
+    with pytest.warns(UserWarning, match="`1` is checkpointed and not compiled: it has buffers") as caught:
+        found = train(checkpointed, BATCHES, square)
+    assert len(caught) == 1  # for both blocks
+    assert_close(found, train(plain, BATCHES, square))
+
+
+def test_a_list_that_a_compiled_block_extends() -> None:
+    class Appending(MLPBlock):
+        def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+            seen.append(x)
+            return super().forward(x)
+
+    block = Appending(8)
+    checkpoint_blocks(block, blocks=Appending)
+    block.compile(backend="aot_eager")
+    seen: list[torch.Tensor] = []
+    x = torch.randn(2, 8, requires_grad=True)
+    with pytest.warns(UserWarning, match="is checkpointed and not compiled: .*is given lists"):
+        block(x, seen).sum().backward()
+    assert len(seen) == 1
+    assert seen[0] is x
+
+
+def test_fullgraph_says_why_a_block_breaks_it() -> None:
+    model = nn.Sequential(RunningMean())
+    checkpoint_blocks(model, blocks=RunningMean)
+    with pytest.raises(Unsupported, match="forward may change its buffers"):
+        torch.compile(model, backend="eager", fullgraph=True)(BATCHES[0])
 
 
 @pytest.mark.parametrize("way", WAYS)
