@@ -225,7 +225,7 @@ def _with_plain(rank: int, kind: str, folder: str, sharded_file: bool) -> Any:
     def go(strategy: Any, path: str = "", at: int = 0, save: str = "", **trainer: Any) -> Any:
         module = Learner() if kind == "ddp" else sharded(Learner())
         callbacks = [SaveAndCut(at, Path(save))] if save else []
-        settings = {"max_epochs": 1, "devices": 2, "use_distributed_sampler": False, "using": strategy, **trainer}
+        settings = {"max_epochs": 1, "devices": 2, "use_distributed_sampler": False, **trainer}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run = train(
