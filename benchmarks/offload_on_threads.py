@@ -5,8 +5,9 @@
 It is a device of its own to torch. So `AcceleratorDevice`, `torch.Stream`, `torch.Event`, pinned memory, autograd's
 threads and the current stream in them are the real ones, and copies run at the same time as the computation: what is
 not waited for gives wrong gradients here as it does on a GPU. With ``--without`` one wait or keep-alive of
-`lightning_gacp.offload.device.Site` is left out, and tests must fail. (Operations wait for their stream here, so
-SOURCE_WRITTEN is not missed. The simulated device of the other tests misses all of them.)
+`lightning_gacp.offload.device.Site` is left out. Whether that is missed depends on the time that things take: ARRIVED,
+RELEASED_AT_BOUND and SOURCE_HELD are, SOURCE_WRITTEN never, since operations wait for their stream here. (The simulated
+device of the other tests misses every one.)
 
 Building it takes a C++ compiler, `ninja` and a minute. Convolutions are left out, since torch wants a kernel for them.
 """
