@@ -54,8 +54,8 @@ def offload_blocks(
     are many bytes: about 34 times batch x sequence x hidden for each block of a transformer in 16 bits. Moving only the
     inputs of checkpointed blocks, ``checkpoint_blocks(..., offload=True)``, moves a seventeenth of that.
 
-    Of a block that is checkpointed, only the inputs are moved; what a ``policy`` keeps, such as ``"save_matmuls"``, stays
-    on the device, as torch does not show it to hooks.
+    Of a block that is checkpointed, only the inputs are moved; what a ``policy`` keeps, such as ``"save_matmuls"``,
+    stays on the device, as torch does not show it to hooks.
 
     Args:
         module: The model.
