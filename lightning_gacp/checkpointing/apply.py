@@ -27,8 +27,9 @@ def checkpoint_blocks(
     """Recompute blocks of ``module`` in the backward pass, so that the forward pass keeps only their inputs.
 
     It acts while a block is in training mode and gradients are enabled. Outputs, gradients, buffers, numbers and small
-    tensors that are attributes, random numbers, the state dict and all names stay what they are without it. (What a
-    block draws from Python's `random` or from NumPy is not drawn again: use torch's random numbers inside of blocks.)
+    tensors that are attributes, random numbers, the state dict and all names stay what they are without it. Not so:
+    what a block draws from Python's `random` or from NumPy is drawn anew in the recomputation, and a list or an object
+    of its own that a block changes is changed twice. Use torch's random numbers and buffers inside of blocks.
 
     Args:
         module: The model, or a ``LightningModule`` that holds it. Changed in place.
