@@ -258,6 +258,31 @@ def whole(manual: bool) -> Any:
         return Run(manual, Path(name)).result()
 
 
+def sizes() -> str:
+    """What the open cycle adds to a checkpoint, in words."""
+    found = {}
+    for at in (CYCLE - 1, CYCLE):
+        with tempfile.TemporaryDirectory() as name:
+            run = Run(False, Path(name), at)
+            run.wait_for("saved")
+            run.stop(signal.SIGKILL)
+            checkpoint = torch.load(Path(name) / CHECKPOINT, weights_only=True)
+        entry = checkpoint["lightning_gacp"]
+        kinds = (entry.get("cycle", {}).get(kind, {}) for kind in ("gradients", "aside"))
+        tensors = [tensor for kind in kinds for tensor in kind.values()]
+        found[at] = sum(map(size, tensors)), len(str({**entry, "cycle": None}))
+    weights = sum(map(size, checkpoint["state_dict"].values()))
+    return (
+        f"in a checkpoint inside a cycle: {found[CYCLE - 1][0]:,} B of gradients, for {weights:,} B of weights;"
+        f" between two cycles: {found[CYCLE][0]} B, and {found[CYCLE][1]} characters of counts"
+    )
+
+
+def size(tensor: Tensor) -> int:
+    """Bytes of its values."""
+    return tensor.numel() * tensor.element_size()
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -281,6 +306,7 @@ def main() -> None:
             left = sum(len(each.left) for each in found)
             mode = "manual" if manual else "automatic"
             print(f"{name}  {mode:<9}  {len(found):>4}  {inside:>20}  {equal:>5}  {left:>11}")
+    print(sizes())
 
 
 if __name__ == "__main__":

@@ -38,9 +38,9 @@ Lightning's checkpoints do not hold the random numbers' state.
 
 The entry holds plain numbers and tensors, and loads with `weights_only=True`. Inside a cycle it is as large as the
 gradients: the size of the trainable weights (in `grad_dtype`, where that is set; AdamW's own state is twice that).
-Between two cycles it is a few hundred bytes. Under FSDP2 the gradients lie as shards in a folder `lightning_gacp` in
-that of the checkpoint. Lightning without this package loads these checkpoints, without the open cycle; checkpoints of
-Lightning's are loaded here, and if one was written inside a cycle, what is missing is said.
+Between two cycles it is a few counts. (The script above prints both.) Under FSDP2 the gradients lie as shards in a
+folder `lightning_gacp` in that of the checkpoint. Lightning without this package loads these checkpoints, without the
+open cycle; checkpoints of Lightning's are loaded here, and if one was written inside a cycle, what is missing is said.
 
 ## Faults
 
