@@ -137,6 +137,14 @@ class CycleBooks(_Base):
         # Enum members of Lightning's compare as text, which takes longer than all the rest here.
         return module._trainer.state.stage is RunningStage.TRAINING
 
+    def skips_steps(self) -> bool:
+        """Whether this pass over the data is for the statistics of batch norms alone.
+
+        Stochastic weight averaging ends with such a pass. Lightning keeps the averaged weights from moving in it in
+        automatic optimization only.
+        """
+        return self._manual and self._training and bool(self._trainer.fit_loop._skip_backward)
+
     @property
     def _manual(self) -> bool:
         return self._lightning_module is not None and not self._lightning_module.automatic_optimization
@@ -293,12 +301,14 @@ class CycleBooks(_Base):
         return len(self._gates) == 1
 
     def _before_clipping(self, optimizer: Optimizer) -> bool:
+        if self.skips_steps():
+            return False
         if not self.gates_steps():
             return True
         if not self.closes_cycle():
             return False
         gate = next((gate for gate in self._gates if gate.optimizer is optimizer), None)
-        return gate is None or gate.complete()
+        return gate is None or (gate.has_gradients_to_clip() and gate.complete())
 
     def _scheduler_may_step(self, interval: str) -> bool:
         if not self._trainer.training:
@@ -308,6 +318,8 @@ class CycleBooks(_Base):
             ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
             stepped = not self._step_skipped and self._current is not None and self._current.ready == ready
             return interval != "step" or stepped
+        if self.skips_steps():
+            return False
         if self.lightning_module._current_fx_name not in _BATCH_HOOKS or self._current is None:
             return True
         return self._current.last and not self._step_skipped

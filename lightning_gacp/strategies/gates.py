@@ -34,6 +34,9 @@ class CycleView(Protocol):
     def gates_steps(self) -> bool:
         """Whether a step of the module's belongs to a cycle of more than one micro-batch."""
 
+    def skips_steps(self) -> bool:
+        """Whether this pass over the data must leave the weights as they are."""
+
     def closes_cycle(self) -> bool:
         """Whether the micro-batch that runs is the last one of its cycle."""
 
@@ -104,6 +107,10 @@ class OptimizerGate:
             self._backward_now = True
             self.backwards += 1
 
+    def has_gradients_to_clip(self) -> bool:
+        """Whether a backward has run in this micro-batch; before it, ``.grad`` holds nothing of this step."""
+        return self._backward_now
+
     def can_release(self) -> bool:
         """Whether the gradients have been stepped with, and the module would zero them before it adds to them."""
         return self._consumed and self._zeroes_every_time and not self.aside
@@ -114,6 +121,8 @@ class OptimizerGate:
 
     def step(self, step: Callable[..., Any], closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         """Runs the module's ``step`` call: for real at the end of a cycle, and as "set aside" inside it."""
+        if self._cycle.skips_steps():
+            return None if closure is None else closure()
         if not self._cycle.gates_steps():
             return self._step_ungated(step, closure, **kwargs)
         if self.stepped_now:
@@ -177,6 +186,7 @@ class OptimizerGate:
         ready = self._cycle.ready_to_step(self)
         if self.aside:
             self.aside.put_back(self.parameters, add=True)
+            self._holds_earlier = self._dirty = True  # until the step: to zero them now would lose the cycle
         if not ready:
             self.note_step()
             for parameter in self.parameters:
@@ -224,7 +234,7 @@ class OptimizerGate:
 
     def check_raw_step(self, *_: Any) -> None:
         """Pre-hook of the raw optimizer: a step that does not come through this gate would step inside the cycle."""
-        if not self._inside and self._cycle.gates_steps():
+        if not self._inside and (self._cycle.gates_steps() or self._cycle.skips_steps()):
             raise MisconfigurationException(
                 f"`{type(self.optimizer).__name__}.step()` was called on the raw optimizer, past the strategy that"
                 " accumulates its gradients. Take the optimizer from `self.optimizers()`, without"

@@ -415,6 +415,8 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             **kwargs: For ``Tensor.backward``.
         """
         current, module = self._current, self._lightning_module
+        if self.skips_steps():
+            return closure_loss.detach()
         if current is None or module is None or not self._training:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         self._give_back_kept()
@@ -452,7 +454,10 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         """Steps at the end of a cycle; a cycle without items steps on no rank, runs no hook and moves no schedule."""
         trainer = self._trainer
         if not self._active and trainer.fit_loop._skip_backward:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            # The averaged weights stay as they are: Lightning would step with the gradients that are left over.
+            closure()
+            self._uncount_step()
+            return None
         gate = next((gate for gate in self._gates if gate.optimizer is optimizer), None)
 
         def checked() -> Any:

@@ -20,10 +20,11 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_gacp import GACPStrategy
-from strategies.models import Automatic, Manual, loader, quiet_trainer, ragged_batches
+from strategies.models import HIDDEN, Automatic, Manual, loader, loss_of, quiet_trainer, ragged_batches
 from strategies.parity import ListLogger
 
 LENGTHS = [6, 2, 9, 4, 1, 7, 3, 5, 8, 2]  # cycles of 4, 4 and 2
@@ -189,6 +190,82 @@ def test_stochastic_weight_averaging(cls):
     assert isinstance(swapped, torch.optim.swa_utils.SWALR)
     # It begins at 5. Lightning steps it once an epoch; by hand it is stepped with the optimizer: never inside a cycle.
     assert swapped.last_epoch == 5 + (12 if cls is WithScheduleManual else 4)
+
+
+class _Normed(Automatic):
+    """With a batch norm, so that the averaging ends with a pass for its statistics."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.norm = torch.nn.BatchNorm1d(HIDDEN)
+        net, norm = self.net, self.norm
+        self.loss = lambda _, batch: loss_of(
+            lambda inputs: net[3](net[2](norm(net[1](net[0](inputs)).transpose(1, 2)).transpose(1, 2))), batch
+        )
+        self.weights_of_epochs: list[dict[str, Tensor]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_epoch_start(self) -> None:
+        self.weights_of_epochs.append({name: p.detach().clone() for name, p in self.named_parameters()})
+
+
+class _NormedManual(_Normed, Manual):
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self.net, batch))
+        self.clip_gradients(optimizer, gradient_clip_val=100.0)
+        optimizer.step()
+
+
+class _NormedClosure(_NormedManual):
+    def training_step(self, batch, batch_idx):
+        def closure() -> Tensor:
+            loss = self.loss(self.net, batch)
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        self.optimizers().step(closure)
+
+
+@pytest.mark.parametrize("cycle", [1, 4])
+def test_stochastic_weight_averaging_with_batch_norm(cycle):
+    """The last pass, for the statistics, moves no weight in manual optimization either (Lightning's own does)."""
+    states = []
+    for cls in (_Normed, _NormedManual, _NormedClosure):
+        # The rate is the optimizer's own: by hand nobody steps the schedule that the callback puts in.
+        swa = StochasticWeightAveraging(0.1, swa_epoch_start=1, annealing_epochs=1)
+        trainer, module = fit(cls, [swa], cycle, max_epochs=3)
+        steps = 3 * -(-len(LENGTHS) // cycle)
+        assert trainer.global_step == len(module.seen) == steps
+        assert trainer.strategy.lost_micro_batches == 0
+        assert module.norm.num_batches_tracked == len(LENGTHS)
+        # Averaged are the weights with which the epochs from the first on began.
+        for name, parameter in module.named_parameters():
+            mean = torch.stack([weights[name] for weights in module.weights_of_epochs[:3]]).mean(0)
+            torch.testing.assert_close(parameter.detach(), mean, rtol=1e-5, atol=1e-6)
+        states.append(module.state_dict())
+    for other in states[1:]:
+        for key, value in states[0].items():
+            torch.testing.assert_close(other[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_the_raw_optimizer_in_the_pass_for_the_statistics():
+    class Raw(_Normed):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(self.net, batch))
+            optimizer.step()
+
+    with pytest.raises(MisconfigurationException, match="was called on the raw optimizer"):
+        fit(Raw, [StochasticWeightAveraging(0.1, swa_epoch_start=1)], 1)
 
 
 @pytest.mark.parametrize("cls", BOTH)

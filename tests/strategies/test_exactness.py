@@ -235,6 +235,21 @@ def test_loss_of_the_cycle_is_per_item(cls: type[Automatic], kwargs: dict[str, A
     assert result.stepped
 
 
+class _ClipsFirst(Manual):
+    """Clips what the last step has left, before anything new has come."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.clip_gradients(self.optimizers(), gradient_clip_val=1e-6)
+        return super().training_step(batch, batch_idx)
+
+
+def test_clipping_before_the_backward_loses_nothing() -> None:
+    batches = ragged_batches(LENGTHS)
+    module = _ClipsFirst()
+    quiet_trainer(strategy=GACPStrategy(4, num_items="labels")).fit(module, loader(batches))
+    check_run(module, batches, 4)
+
+
 class _Stepwise(Manual):
     """Looks at the weights after every micro-batch."""
 
@@ -289,7 +304,7 @@ def test_nothing_is_multiplied_in_cycles_of_one() -> None:
 
 @pytest.mark.parametrize("length", [2, 3, 7])
 def test_equal_counts_are_lightnings_own_accumulation(length: int) -> None:
-    """Where every micro-batch has as many items, and no cycle is short, Lightning is right: the same to the last bit."""
+    """Where all micro-batches have as many items, and no cycle is short, Lightning is right: the same to the bit."""
     batches = ragged_batches([6] * (3 * length))
     ours, theirs = Automatic(), Automatic()
     quiet_trainer(strategy=GACPStrategy(length, num_items="labels")).fit(ours, loader(batches))

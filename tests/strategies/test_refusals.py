@@ -210,6 +210,22 @@ def test_zero_grad_between_backward_and_step() -> None:
         fit(Module())
 
 
+def test_zero_grad_between_clipping_and_step() -> None:
+    """To be clipped, the gradients of the whole cycle are in ``.grad``: zeroed there, they would be lost."""
+
+    class Module(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(self.net, batch))
+            self.clip_gradients(optimizer, gradient_clip_val=1.0)
+            if batch_idx == 1:
+                optimizer.zero_grad()
+            optimizer.step()
+
+    with pytest.raises(MisconfigurationException, match="was called between a `manual_backward` and its `step"):
+        fit(Module())
+
+
 def test_backward_that_goes_round_the_strategy() -> None:
     """``loss.backward()`` has no weight of the cycle: said, not stepped with."""
 
