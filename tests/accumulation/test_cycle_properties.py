@@ -1,4 +1,4 @@
-"""For any partition of a batch into micro-batches and ranks, the step is the big-batch step: float64, to 1e-12.
+"""For any partition of a batch into micro-batches and ranks, the step is the big-batch step: to 1e-12 in float64.
 
 Ranks are threads that meet in a barrier to add their numbers up. Each item has a gradient of its own; a micro-batch
 without items has NaN for a gradient, as a mean over nothing has.
@@ -21,6 +21,7 @@ from lightning_gacp.accumulation import AccumulationCycle
 
 WIDTH = 3
 REDUCTIONS = ["mean", "sum", "prescaled"]
+TOLERANCES = [(torch.float64, 1e-12), (torch.float32, 1e-6)]
 
 
 class Meeting:
@@ -78,7 +79,7 @@ def run(counts, micro, reduction, average, reduce_every, scale_late):
     def rank_runs(rank: int) -> tuple[Tensor, AccumulationCycle]:
         cycle = AccumulationCycle(reduction, ranks, meeting.of(rank), average)
         mean_over_ranks = exchange.of(rank)
-        gathered = torch.zeros(WIDTH, dtype=torch.float64)
+        gathered = torch.zeros(WIDTH, dtype=micro[0][0].dtype)
         for i, count in enumerate(counts[rank]):
             step = cycle.add(count, last=i == len(counts[rank]) - 1)
             weight, factor = step.weight, step.factor
@@ -86,7 +87,7 @@ def run(counts, micro, reduction, average, reduce_every, scale_late):
                 weight /= factor
             else:
                 gathered = gathered * factor
-            new = micro[rank][i] * weight if weight else torch.zeros(WIDTH, dtype=torch.float64)
+            new = micro[rank][i] * weight if weight else torch.zeros_like(gathered)
             if reduce_every:
                 new = torch.stack(mean_over_ranks([new])).squeeze(0) / ranks
             gathered = gathered + new
@@ -111,19 +112,22 @@ def run(counts, micro, reduction, average, reduce_every, scale_late):
     st.booleans(),
     st.sampled_from(["once", "every", "once, scaled late"]),
     st.integers(0, 2**20),
+    st.sampled_from(TOLERANCES),
 )
-def test_any_partition_gives_the_big_batch_step(counts, reduction, average, how, seed):
+def test_any_partition_gives_the_big_batch_step(counts, reduction, average, how, seed, dtype_and_tolerance):
+    dtype, tolerance = dtype_and_tolerance
     if how == "every" and not average:
         how = "once"  # where each micro-batch is reduced, a rank's own count comes too late: the strategies refuse it
     ranks = len(counts)
     total = sum(map(sum, counts))
     denominators = [float(total if average else sum(row)) for row in counts]
     items, micro = micro_gradients(counts, reduction, denominators, seed)
+    micro = [[gradient.to(dtype) for gradient in row] for row in micro]
     found, cycles = run(counts, micro, reduction, average, how == "every", how == "once, scaled late")
 
     if total == 0:
         assert all(cycle.empty for cycle in cycles)
-        assert torch.equal(found, torch.zeros(WIDTH, dtype=torch.float64))
+        assert torch.equal(found, torch.zeros(WIDTH, dtype=dtype))
         return
     assert not any(cycle.empty for cycle in cycles)
     assert {cycle.total_items for cycle in cycles} == {float(total)}
@@ -133,7 +137,7 @@ def test_any_partition_gives_the_big_batch_step(counts, reduction, average, how,
         own = [torch.cat(row).sum(0) / sum(map(len, row)) for row in items if sum(map(len, row))]
         expected = torch.stack(own).sum(0) / ranks
     error = (found - expected).norm() / expected.norm()
-    assert error < 1e-12, (error, counts)
+    assert error < tolerance, (error, counts)
 
 
 @settings(max_examples=100, deadline=None)
@@ -153,7 +157,7 @@ def test_a_cycle_continues_from_its_state(counts, reduction, data):
     assert (second.items, second.total_items, second.empty) == (whole.items, whole.total_items, whole.empty)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("dtype, tolerance", TOLERANCES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_a_plain_pytorch_loop(dtype, tolerance, reduction):
     """The loop of `AccumulationCycle`'s documentation, on a network, over the items of a whole batch cut anywhere."""

@@ -14,13 +14,23 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_gacp import GACPStrategy
-from strategies.models import loader
-from strategies.parity import Small, assert_same, pairs, run
+from strategies.models import loader, quiet_trainer
+from strategies.parity import (
+    RecordingCallback,
+    RecordingHooks,
+    Small,
+    Tape,
+    assert_same,
+    pairs,
+    run,
+    shown,
+)
 
 
 @dataclasses.dataclass
@@ -265,6 +275,10 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "overfit": {"overfit_batches": 2},
     "every epoch new loaders": {"reload_dataloaders_every_n_epochs": 1},
     "deterministic": {"deterministic": True},
+    "fast_dev_run": {"fast_dev_run": True},
+    "fast_dev_run 3": {"fast_dev_run": 3},
+    "barebones": {"barebones": True, "log_every_n_steps": None, "logger": None},
+    "min_steps": {"min_steps": 7, "max_epochs": 1},
 }
 
 
@@ -272,6 +286,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:You are using `torch.autograd.detect_anomaly:UserWarning")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log:UserWarning")
 @pytest.mark.parametrize("kwargs", TRAINERS.values(), ids=TRAINERS)
 @pytest.mark.parametrize("module", [EverySchedule, SometimesNone])
 def test_what_a_trainer_may_be_told(module, kwargs):
@@ -282,6 +297,86 @@ def test_what_a_trainer_may_be_told(module, kwargs):
             Small  # a step that the scaler skips moves Lightning's schedules, and not ours: wanted, tested elsewhere
         )
     compare(module, **kwargs)
+
+
+@pytest.mark.parametrize("interval", [1, 3, 0.4, 1.0])
+@pytest.mark.parametrize("data", ["tuple", "unsized"])
+def test_validation_at_intervals(data, interval):
+    """By batches and by fractions of an epoch, over epochs too (``None`` as the number of epochs between)."""
+    if data == "unsized" and interval == 0.4:
+        pytest.skip("Lightning takes a fraction of a sized loader only")
+    over_epochs = {"check_val_every_n_epoch": None} if interval == 3 else {}
+    compare(Plateau, BATCHES[data], val_data=lambda: loader(pairs(2)), val_check_interval=interval, **over_epochs)
+
+
+class EveryLoop(Small):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch[0])
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+def test_loops_without_training(fitted):
+    """Validation, test and prediction, of a fresh Trainer and after a fit, with several loaders."""
+
+    def found(strategy: Any) -> list[Any]:
+        torch.manual_seed(3)
+        module = EveryLoop()
+        tape = Tape()
+        module.__class__ = type("EveryLoop", (RecordingHooks, EveryLoop), {})
+        module.tape = tape
+        trainer = quiet_trainer(strategy=strategy, callbacks=[RecordingCallback(tape)], max_epochs=1)
+        if fitted:
+            trainer.fit(module, loader(pairs(3)), loader(pairs(2)))
+        results: list[Any] = [trainer.validate(module, [loader(pairs(2)), loader(pairs(1))], verbose=False)]
+        results.append(trainer.test(module, loader(pairs(2)), verbose=False))
+        results.append(trainer.predict(module, loader(pairs(2))))
+        if fitted:
+            trainer.fit_loop.max_epochs = 2
+            trainer.fit(module, loader(pairs(3)))
+        return [tape.events, shown(results), shown(dict(module.state_dict()))]
+
+    theirs, ours = found(SingleDeviceStrategy(torch.device("cpu"))), found(GACPStrategy())
+    assert len(theirs[0]) > 20
+    assert theirs == ours
+
+
+@pytest.mark.parametrize("name", ["lr_find", "scale_batch_size"])
+def test_tuners(name):
+    """They find the same, and leave the same weights and the same Trainer."""
+
+    class Tuned(Small):
+        batch_size = 1
+        lr = 0.01
+
+        def train_dataloader(self):
+            rows = TensorDataset(*(torch.cat(part) for part in zip(*pairs(10), strict=True)))
+            return DataLoader(rows, batch_size=self.batch_size)
+
+        def val_dataloader(self):
+            return loader(pairs(2))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def found(strategy: Any) -> list[Any]:
+        torch.manual_seed(3)
+        module = Tuned()
+        trainer = quiet_trainer(strategy=strategy, max_epochs=1, log_every_n_steps=1)
+        if name == "lr_find":
+            result: Any = Tuner(trainer).lr_find(module, num_training=12).results  # type: ignore[union-attr]
+        else:
+            result = Tuner(trainer).scale_batch_size(module, max_trials=3, steps_per_trial=2)
+        tuned = (module.lr, module.batch_size)
+        trainer.fit(module)
+        return [shown(result), tuned, trainer.global_step, shown(dict(module.state_dict()))]
+
+    assert found(SingleDeviceStrategy(torch.device("cpu"))) == found(GACPStrategy())
 
 
 @pytest.mark.parametrize("strategy", [lambda: GACPStrategy(num_items=None), lambda: GACPStrategy(num_items="samples")])
