@@ -4,13 +4,15 @@
 
 Three loops over the same micro-batches in one process: a bare loop, ``Trainer(accumulate_grad_batches=8)``, and the
 same with ``GACPStrategy``. They take turns, and processor time of one thread is measured, so that other work on the
-machine blurs the figures less; the least time is shown beside the median, because other work only ever adds. It also
-counts host synchronisations: the reads of a tensor's value (``item``, ``bool``) within micro-batches.
+machine blurs the figures less. Beside the median over turns stands the least: of each of the eight places in a cycle
+the shortest micro-batch that was seen there, on average, because other work only ever adds. It also counts host
+synchronisations: the reads of a tensor's value (``item``, ``bool``) within micro-batches.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import statistics
 import time
@@ -66,16 +68,14 @@ class Classifier(L.LightningModule):
 
 
 class Clock(L.Callback):
-    """Seconds of processor time between the starts of the first and the last micro-batch."""
+    """Seconds of processor time at the start of each micro-batch."""
 
     def __init__(self) -> None:
-        self.first = self.last = 0.0
+        self.starts: list[float] = []
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
         """Note the time."""
-        self.last = time.process_time()
-        if batch_idx == 0:
-            self.first = self.last
+        self.starts.append(time.process_time())
 
 
 def make_batches(width: int, size: int, number: int) -> list[Batch]:
@@ -85,22 +85,23 @@ def make_batches(width: int, size: int, number: int) -> list[Batch]:
     return [(inputs, torch.randint(10, (size,), generator=generator)) for _ in range(number)]
 
 
-def bare(width: int, batches: list[Batch]) -> float:
-    """Seconds of processor time for all but the last micro-batch of a bare loop."""
+def bare(width: int, batches: list[Batch]) -> list[float]:
+    """Seconds of processor time at the start of each micro-batch of a bare loop."""
     module = Classifier(width)
     optimizer = module.configure_optimizers()
-    start = time.process_time()
-    for i, batch in enumerate(batches[:-1]):
+    starts = []
+    for i, batch in enumerate(batches):
+        starts.append(time.process_time())
         if i % CYCLE == 0:
             optimizer.zero_grad()
         (module.loss(batch) / CYCLE).backward()  # type: ignore[no-untyped-call]
         if (i + 1) % CYCLE == 0:
             optimizer.step()
-    return time.process_time() - start
+    return starts
 
 
-def trained(width: int, batches: list[Batch], ours: bool, manual: bool = False) -> float:
-    """Seconds of processor time between the starts of the first and the last micro-batch under a Trainer."""
+def trained(width: int, batches: list[Batch], ours: bool, manual: bool = False) -> list[float]:
+    """Seconds of processor time at the start of each micro-batch under a Trainer."""
     clock = Clock()
     how: dict[str, Any] = {"accumulate_grad_batches": CYCLE}
     if ours:
@@ -117,11 +118,11 @@ def trained(width: int, batches: list[Batch], ours: bool, manual: bool = False) 
         **how,
     )
     trainer.fit(Classifier(width, manual), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return clock.last - clock.first
+    return clock.starts
 
 
-def timings(width: int, size: int, number: int, turns: int) -> dict[str, list[float]]:
-    """Microseconds per micro-batch of each loop, one figure a turn; the loops take turns in rotating order."""
+def timings(width: int, size: int, number: int, turns: int) -> dict[str, list[list[float]]]:
+    """Microseconds of every micro-batch of each loop, a list a turn; the loops take turns in rotating order."""
     batches = make_batches(width, size, number)
     loops = {
         "bare loop": lambda: bare(width, batches),
@@ -129,14 +130,24 @@ def timings(width: int, size: int, number: int, turns: int) -> dict[str, list[fl
         "ours": lambda: trained(width, batches, ours=True),
         "ours, manual": lambda: trained(width, batches, ours=True, manual=True),
     }
-    found: dict[str, list[float]] = {name: [] for name in loops}
+    found: dict[str, list[list[float]]] = {name: [] for name in loops}
     names = list(loops)
     for name in names:
         loops[name]()  # warm up
     for turn in range(turns):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            found[name].append(loops[name]() / (number - 1) * 1e6)
+            found[name].append([(end - start) * 1e6 for start, end in itertools.pairwise(loops[name]())])
     return found
+
+
+def median(turns: list[list[float]]) -> float:
+    """Of the means of the turns."""
+    return statistics.median(map(statistics.mean, turns))
+
+
+def least(turns: list[list[float]]) -> float:
+    """Mean over the places in a cycle of the shortest micro-batch there, without the first cycle of a turn."""
+    return statistics.mean(min(min(turn[CYCLE + place :: CYCLE]) for turn in turns) for place in range(CYCLE))
 
 
 class Reads(TorchDispatchMode):
@@ -200,14 +211,13 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"microseconds of processor time per micro-batch, cycles of {CYCLE}: {turns} turns")
     print(f"{'micro-batch':<14}{'loop':<16}{'median':>10}{'over Lightning':>18}{'least':>10}{'over Lightning':>18}")
-    for label, width, size, number in (("about 1 ms", 160, 32, 160), ("about 30 ms", 512, 192, 16)):
+    for label, width, size, number in (("about 1 ms", 160, 32, 160), ("about 30 ms", 512, 192, 24)):
         found = timings(width, size, number, turns)
         base = found["Lightning"]
         for name, values in found.items():
-            middle, least = statistics.median(values), min(values)
             print(
-                f"{label:<14}{name:<16}{middle:>10.1f}{middle - statistics.median(base):>18.1f}"
-                f"{least:>10.1f}{least - min(base):>18.1f}"
+                f"{label:<14}{name:<16}{median(values):>10.1f}{median(values) - median(base):>18.1f}"
+                f"{least(values):>10.1f}{least(values) - least(base):>18.1f}"
             )
     print("reads of a value per micro-batch, on the device's side (each would wait for an accelerator)")
     for label, ours, manual in (("Lightning", False, False), ("ours", True, False), ("ours, manual", True, True)):
