@@ -142,8 +142,12 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
         """The optimizer's state for a checkpoint, also before its first step."""
         raw = getattr(optimizer, "_optimizer", optimizer)
         gate = next((gate for gate in self._gates if gate.optimizer is raw), None)
+        stepped = gate is not None and gate.stepped_for_real
         with state_left_alone(raw), nullcontext() if gate is None else gate.let_through():
-            return super().optimizer_state(raw)
+            state = super().optimizer_state(raw)
+        if gate is not None:
+            gate.stepped_for_real = stepped  # torch may have made a step of its own to see what the state is like
+        return state
 
     def _cycle_state(self) -> dict[str, Any]:
         unstepped = [i for i, gate in enumerate(self._gates) if not gate.optimizer.state]
