@@ -5,7 +5,7 @@ A *stack* is the run of blocks that belong together, such as the layers of an en
 """
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from torch import nn
@@ -51,7 +51,7 @@ def find_blocks(module: nn.Module, blocks: Selector | Sequence[Selector] | None 
                 f"No repeated blocks were found in `{type(module).__name__}`. {_advice(modules)}",
             )
     else:
-        selectors = [blocks] if isinstance(blocks, (str, type)) else list(blocks)
+        selectors = list(blocks) if isinstance(blocks, Iterable) and not isinstance(blocks, (str, type)) else [blocks]
         chosen = set()
         for selector in selectors:
             matched = {name for name, candidate in modules.items() if _matches(selector, name, candidate)}
@@ -91,7 +91,10 @@ def evenly_spaced(blocks: Sequence[Block], fraction: float) -> list[Block]:
 
     Raises:
         ValueError: ``fraction`` is not in (0, 1].
+        TypeError: ``fraction`` is no number.
     """
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+        raise TypeError(f"`fraction={fraction!r}` must be a number; write `fraction=0.5` for every second block.")
     if not 0.0 < fraction <= 1.0:
         raise ValueError(
             f"`fraction={fraction}` must be above 0 and at most 1; write `fraction=1.0` to take every block."

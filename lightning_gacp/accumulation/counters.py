@@ -28,11 +28,14 @@ class CausalLMTargets:
     Args:
         key: Name of the labels in the batch; for tuple batches their index.
         ignore_index: Label that the loss leaves out.
+
+    Raises:
+        TypeError: If ``ignore_index`` is no integer, and so no label would equal it.
     """
 
     def __init__(self, key: str | int = "labels", ignore_index: int = -100) -> None:
         self.key = key
-        self.ignore_index = ignore_index
+        self.ignore_index = _checked_label(ignore_index)
 
     def __call__(self, batch: Any) -> int:
         """Counts one batch; labels of shape ``(batch, sequence)``, any integer dtype."""
@@ -50,11 +53,14 @@ class Targets:
     Args:
         key: Name of the labels in the batch; for tuple batches their index.
         ignore_index: Label that the loss leaves out (255 in many segmentation data sets).
+
+    Raises:
+        TypeError: If ``ignore_index`` is no integer, and so no label would equal it.
     """
 
     def __init__(self, key: str | int = "labels", ignore_index: int = -100) -> None:
         self.key = key
-        self.ignore_index = ignore_index
+        self.ignore_index = _checked_label(ignore_index)
 
     def __call__(self, batch: Any) -> int:
         """Counts one batch; labels of any shape, any integer dtype."""
@@ -116,6 +122,12 @@ def make_counter(num_items: str | Counter) -> Counter:
             " averages over."
         )
     return num_items
+
+
+def _checked_label(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`ignore_index={value!r}` is no integer, as labels are: write e.g. `ignore_index=-100`.")
+    return value
 
 
 def _import(path: str) -> Any:

@@ -35,6 +35,15 @@ def say_what_batch_norm_sees(trainer: Trainer) -> None:
         rank_zero_info(said)
 
 
+def say_that_nothing_prescales(argument: str) -> None:
+    """Warns of losses that count as divided, by a `training_step` that is not told by what."""
+    rank_zero_warn(
+        f'`loss_reduction="prescaled"` takes the losses as divided by the items of their whole cycle, and'
+        f" `training_step` has no argument `{argument}` that would tell them. If it divides by nothing, or by the items"
+        f' of a micro-batch, write `loss_reduction="sum"` or `"mean"`; else add the argument.'
+    )
+
+
 def say_what_changes_nothing(settings: Settings, trainer: Trainer, ranks: int, defers: bool) -> None:
     """Names the settings of a strategy that have no effect in this fit, each in a line of its own."""
     set_later = (GradientAccumulationScheduler, StochasticWeightAveraging)
@@ -49,6 +58,13 @@ def say_what_changes_nothing(settings: Settings, trainer: Trainer, ranks: int, d
             f"`num_items={settings.counter!r}` changes no gradient: on one device, in cycles of one micro-batch, every"
             " weight is 1. Set `accumulate_grad_batches` for longer cycles."
         )
+    schedule, epochs = settings.accumulate_grad_batches, trainer.max_epochs
+    if isinstance(schedule, dict) and epochs is not None and epochs >= 0:
+        for start in sorted(start for start in schedule if start >= epochs):
+            rank_zero_info(
+                f"`accumulate_grad_batches={{{start}: {schedule[start]}}}` has no effect: epochs count from 0, and"
+                f" there are {epochs} of them."
+            )
     if not settings.average_across_ranks and ranks == 1:
         rank_zero_info("`average_across_ranks=False` has no effect: there is one rank.")
     parameters = [parameter for parameter in trainer.lightning_module.parameters() if parameter.requires_grad]

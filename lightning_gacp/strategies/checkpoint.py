@@ -86,12 +86,14 @@ class CycleCheckpoints(CycleBooks):
             "ready": progress.current.ready,
         }
         running = progress.current.ready > trained_batches(self._trainer)
-        if running and self._has_stepped:
+        # The books turn to a micro-batch in the strategy's hook, after those of callbacks, which see the last one here.
+        begun = self._current if self._current and self._current.ready == progress.current.ready else None
+        if running and begun and self._has_stepped:
             state["stepped"] = True
-        elif running and self._current is not None and self._current.step is not None:
+        elif running and begun and begun.step is not None:
             # In mid-backward: what is gathered is neither of before nor of after this micro-batch.
             # It will be run again, if the loader can resume.
-            state["lost"] = self._cycle.losses - self._current.has_loss
+            state["lost"] = self._cycle.losses - begun.has_loss
             state["why"] = "the checkpoint was written while a micro-batch of the cycle was running"
         elif not self._cycle.open:
             return state

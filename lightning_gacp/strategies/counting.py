@@ -35,10 +35,18 @@ class ItemCount:
 
         Raises:
             ValueError: If the counter does not find what it counts.
+            TypeError: If it gives no number.
         """
         if self._counter is None:
             self._counter = choose_counter(self._module, batch)
-        return float(self._counter(batch))
+        counted = self._counter(batch)
+        try:
+            return float(counted)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"The counter `{self._counter!r}` gave `{counted!r}` for a batch: return the number of items that its"
+                " loss averages over."
+            ) from error
 
     def attempt(self, batch: Any) -> float | Exception:
         """Counts, and keeps an error for when the count is needed: it may be handed over with the loss instead."""

@@ -31,7 +31,12 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_gacp.accumulation.cycle import AccumulationCycle, LossReduction
-from lightning_gacp.strategies.advice import say_what_batch_norm_sees, say_what_changes_nothing, say_what_stays_idle
+from lightning_gacp.strategies.advice import (
+    say_that_nothing_prescales,
+    say_what_batch_norm_sees,
+    say_what_changes_nothing,
+    say_what_stays_idle,
+)
 from lightning_gacp.strategies.checkpoint import CycleCheckpoints
 from lightning_gacp.strategies.counting import ItemCount
 from lightning_gacp.strategies.fetching import CountingIterator, fetches_itself
@@ -161,6 +166,8 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             return
         assert self.lightning_module is not None
         self._wants_total = _names_argument(self.lightning_module.training_step, _TOTAL)
+        if self._reduction == "prescaled" and not self._wants_total:
+            say_that_nothing_prescales(_TOTAL)
         self._cycle = AccumulationCycle(
             self._reduction, self._ranks, self._sum_over_ranks, self.settings.average_across_ranks
         )

@@ -57,6 +57,13 @@ class Settings:
                 f"`loss_reduction={loss_reduction!r}` is not known: write one of"
                 f" {', '.join(map(repr, get_args(LossReduction)))}, or `None` to tell it from `training_step`."
             )
+        for name, value in [
+            ("average_across_ranks", average_across_ranks),
+            ("free_gradients", free_gradients),
+            ("skip_non_finite", skip_non_finite),
+        ]:
+            if not isinstance(value, bool):
+                raise TypeError(f"`{name}={value!r}` is no `bool`: write `{name}=True` or `{name}=False`.")
         return cls(
             accumulate_grad_batches=_checked_length(accumulate_grad_batches),
             counter=num_items if num_items is None or num_items == "auto" else make_counter(num_items),

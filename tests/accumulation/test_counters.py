@@ -181,3 +181,10 @@ def test_a_callable_is_taken_as_it_is():
 def test_counters_pickle(counter):
     """Strategies are pickled by spawned processes."""
     assert repr(pickle.loads(pickle.dumps(counter))) == repr(counter)
+
+
+@pytest.mark.parametrize("value", ["-100", 255.0, None, True])
+@pytest.mark.parametrize("counter", [CausalLMTargets, Targets])
+def test_ignore_index_that_no_label_equals(counter, value):
+    with pytest.raises(TypeError, match=f"`ignore_index={value!r}` is no integer, as labels are"):
+        counter(ignore_index=value)

@@ -97,7 +97,7 @@ def test_nothing_matched() -> None:
         ({"policy": "matmuls"}, ValueError, "`policy='matmuls'` must be `full`, `save_matmuls` or a function"),
         ({"policy": 3}, TypeError, "`policy=3` must be `full`"),
         ({"determinism_check": "strict"}, ValueError, "`determinism_check='strict'` must be one of"),
-        ({"blocks": 3}, TypeError, "'int' object is not iterable|`blocks` takes"),
+        ({"blocks": 3}, TypeError, "`blocks` takes"),
     ],
 )
 def test_bad_settings(settings: dict, error: type[Exception], message: str) -> None:

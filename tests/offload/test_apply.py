@@ -127,6 +127,7 @@ def test_a_block_is_offloaded_once() -> None:
     ("arguments", "error", "message"),
     [
         ({"blocks": "nothing.*"}, ValueError, "`blocks='nothing.\\*'` matches no module"),
+        ({"fraction": "50%"}, TypeError, "`fraction='50%'` must be a number"),
         ({"fraction": 0}, ValueError, "`fraction=0` must be above 0"),
         ({"fraction": 2}, ValueError, "`fraction=2` must be above 0 and at most 1"),
         ({"min_bytes": -1}, ValueError, "`min_bytes=-1` must not be negative"),

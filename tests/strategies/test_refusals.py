@@ -51,6 +51,25 @@ def test_counter_that_cannot_be_called() -> None:
         GACPStrategy(num_items=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["average_across_ranks", "free_gradients", "skip_non_finite"])
+def test_word_where_a_flag_is_meant(name: str) -> None:
+    with pytest.raises(TypeError, match=f"`{name}='no'` is no `bool`: write `{name}=True` or `{name}=False`"):
+        GACPStrategy(**{name: "no"})
+
+
+def test_losses_that_nothing_has_divided() -> None:
+    """A `training_step` that is not told the items of its cycle can hardly have divided by them."""
+    trainer = quiet_trainer(strategy=GACPStrategy(accumulate_grad_batches=2, loss_reduction="prescaled"))
+    with pytest.raises(UserWarning, match="`training_step` has no argument `num_items_in_batch`"):
+        trainer.fit(Automatic(), loader(ragged_batches([4, 5])))
+
+
+def test_counter_that_gives_no_number() -> None:
+    trainer = quiet_trainer(strategy=GACPStrategy(accumulate_grad_batches=2, num_items=lambda batch: None))
+    with pytest.raises(TypeError, match="gave `None` for a batch: return the number of items"):
+        trainer.fit(Automatic(), loader(ragged_batches([4, 5])))
+
+
 def test_unknown_reduction_and_dtype() -> None:
     with pytest.raises(ValueError, match="`loss_reduction='average'` is not known"):
         GACPStrategy(loss_reduction="average")  # type: ignore[arg-type]

@@ -125,6 +125,24 @@ def test_an_exception_before_the_backward_keeps_the_cycle(manual, tmp_path):
 
 
 @pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("at", [3, 4, 5, 7])
+def test_an_exception_in_a_callback_before_the_micro_batch_keeps_the_cycle(at, manual, tmp_path):
+    """Callbacks come before the strategy, whose books are still at the last micro-batch."""
+
+    class Fails(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if batch_idx == at:
+                raise Cut
+
+    whole, resumed, path = Learner(manual), Learner(manual), tmp_path / "c.ckpt"
+    train(whole, StatefulLoader(batches()), max_epochs=1)
+    train(Learner(manual), StatefulLoader(batches()), Fails(), SaveOnException(path), max_epochs=1)
+    trainer = train(resumed, StatefulLoader(batches()), path=path, max_epochs=1)
+    assert same(state_of(resumed), state_of(whole))
+    assert trainer.strategy.lost_micro_batches == 0
+
+
+@pytest.mark.parametrize("manual", [False, True])
 @pytest.mark.parametrize("lost", [3, 4])
 def test_an_exception_in_mid_backward_is_said_to_lose_the_cycle(lost, manual, tmp_path):
     """In the second cycle, in its last micro-batch and in the one before. (The third micro-batch runs no backward.)"""
