@@ -259,9 +259,10 @@ class CycleBooks(_Base):
             return gate is None or not self._skips_non_finite(gate)
         if not self._step_skipped:
             self._step_skipped = True
+            number = self._cycle.micro_batches
             rank_zero_warn(
-                f"A cycle of {self._cycle.micro_batches} micro-batches had no items at all (no target that its loss"
-                " averages over): it was skipped, without a step of the optimizer or the learning-rate schedule."
+                f"A cycle of {number} micro-batch{'es' if number > 1 else ''} had no items at all (no target that its"
+                " loss averages over): it was skipped, without a step of the optimizer or the learning-rate schedule."
             )
         return False
 

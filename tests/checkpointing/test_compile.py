@@ -232,3 +232,22 @@ def test_saved_tensor_hooks_compile_nothing(way: str, compiled_first: bool, monk
 def test_a_compiled_model_is_searched_inside() -> None:
     model = torch.compile(LM(MLPBlock, 2), backend="eager")
     assert checkpoint_blocks(model).names == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize("which", ["block", "inside"])
+def test_graphs_for_several_shapes_alive_at_once_are_recomputed_by_their_own(which: str) -> None:
+    """pytorch#166926: by the time of a recomputation the compiler's newest graph is that of another shape."""
+    plain = LM(AttentionBlock, 3)
+    checkpointed = copy.deepcopy(plain)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in checkpointed.layers:
+        (block if which == "block" else block.mlp).compile(backend=counter)  # torch compiles no layers of its own
+    checkpoint_blocks(checkpointed)
+    found = []
+    for model in (plain, checkpointed):
+        losses = [model(TOKENS[:, :width]) for width in (2, 3, 4)]
+        for loss in (losses[1], losses[2], losses[0]):
+            loss.backward()
+        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    assert counter.frame_count > 1
+    assert_equal(found[1], found[0])
