@@ -140,6 +140,17 @@ NO_ITEMS = (
 NOT_FINITE = "a loss or a gradient of the cycle is infinite or NaN, and `skip_non_finite` skips it on all ranks"
 
 
+SAVED_IN_MID_BACKWARD = Outcome(
+    "discarded, 1 micro-batch lost; the interrupted one is run again",
+    ((0, 1, 2), (4, 5), *WHOLE[2:]),
+    (
+        lost(2, INTERRUPTED.format("ArithmeticError")),
+        lost(1, "the checkpoint was written while a micro-batch of the cycle was running"),
+    ),
+    lost=1,
+    error="ArithmeticError",
+)
+
 FAULTS: dict[str, Fault] = {
     # ------------------------------------------------------------ ends of epochs
     "short last cycle": Fault("an epoch ends inside a cycle", always(Outcome(EXACT))),
@@ -342,18 +353,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "on exception, in mid-backward": Fault(
         "an exception in mid-backward, and `OnExceptionCheckpoint`",
-        always(
-            Outcome(
-                "discarded, 1 micro-batch lost; the interrupted one is run again",
-                ((0, 1, 2), (4, 5), *WHOLE[2:]),
-                (
-                    lost(2, INTERRUPTED.format("ArithmeticError")),
-                    lost(1, "the checkpoint was written while a micro-batch of the cycle was running"),
-                ),
-                lost=1,
-                error="ArithmeticError",
-            )
-        ),
+        always(SAVED_IN_MID_BACKWARD),
         at={4: "raise in backward"},
         then="resume",
         callbacks=("on exception",),
@@ -374,18 +374,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "requeue in mid-backward": Fault(
         "the same in mid-backward",
-        always(
-            Outcome(
-                "discarded, 1 micro-batch lost; the interrupted one is run again",
-                ((0, 1, 2), (4, 5), *WHOLE[2:]),
-                (
-                    lost(2, INTERRUPTED.format("ArithmeticError")),
-                    lost(1, "the checkpoint was written while a micro-batch of the cycle was running"),
-                ),
-                lost=1,
-                error="ArithmeticError",
-            )
-        ),
+        always(SAVED_IN_MID_BACKWARD),
         at={4: "SIGUSR1 in backward"},
         then="resume",
         callbacks=("slurm",),
