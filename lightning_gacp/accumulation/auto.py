@@ -22,8 +22,9 @@ from lightning_gacp.accumulation.counters import (
 )
 
 _LABEL_KEYS = ("labels", "label", "targets", "target", "y")
-# Names of the loss functions of Hugging Face heads. The first shifts the labels itself, except in encoder-decoder
-# models; it is also what `loss_function` answers for every class that has no loss of its own (`BertModel`).
+# Names of the loss functions of Hugging Face heads. The first shifts the labels itself, but not for encoder-decoder
+# models. It is also what `loss_function` answers for classes that have no loss (`BertModel`), and for decoders that
+# compute theirs without it (`BartForCausalLM`): most of those do not shift, some do.
 _SHIFTING_LOSS = "ForCausalLMLoss"
 _TOKEN_LOSSES = ("ForMaskedLMLoss", "ForTokenClassification")
 
@@ -64,7 +65,7 @@ def choose_counter(module: nn.Module, batch: Any) -> Counter:
     counter = _hugging_face_counter(module)
     if counter is not None:
         labels = _look_up(batch, "labels")
-        if isinstance(labels, Tensor) and labels.ndim > 1:
+        if isinstance(labels, Tensor) and labels.ndim == 2:  # with more, several codebooks have a loss each
             return counter
         if _find_targets(batch)[1] is None:  # the step makes the labels: which of them count is not to be seen here
             return EqualWeights(_advice("no labels", batch))
@@ -87,20 +88,21 @@ def _hugging_face_counter(module: nn.Module) -> Counter | None:
     if len(heads) != 1:  # none, or a teacher beside a student: whose loss is it?
         return None
     head = heads[0]
-    if getattr(head, "loss_type", None) is None and not _is_language_model(head):
+    calls = _calls_loss_function(head)
+    if getattr(head, "loss_type", None) is None and not (type(head).__name__.endswith("LMHeadModel") and calls):
         return None
     loss = getattr(getattr(head, "loss_function", None), "__name__", "")
     if loss == _SHIFTING_LOSS:
-        encoder_decoder = bool(getattr(getattr(head, "config", None), "is_encoder_decoder", False))
-        return Targets() if encoder_decoder else CausalLMTargets()
+        if getattr(getattr(head, "config", None), "is_encoder_decoder", False):
+            return Targets()
+        return CausalLMTargets() if calls else None
     return Targets() if loss in _TOKEN_LOSSES else None
 
 
-def _is_language_model(head: nn.Module) -> bool:
-    """Whether a class that names no loss has the default one: ``GPT2LMHeadModel`` has, ``XLNetLMHeadModel`` not."""
+def _calls_loss_function(head: nn.Module) -> bool:
+    """Whether the loss may come from ``loss_function``: in ``GPT2LMHeadModel`` it does, in ``XLNetLMHeadModel`` not."""
     forward = inspect.unwrap(type(head).forward)
-    calls = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return type(head).__name__.endswith("LMHeadModel") and "loss_function" in calls
+    return "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 def _outermost_pretrained(module: nn.Module) -> Iterator[nn.Module]:

@@ -124,10 +124,19 @@ def test_no_tensor_at_all():
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
+    "bart": dict(
+        vocab_size=9,
+        d_model=4,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=1,
+        decoder_attention_heads=1,
+        decoder_start_token_id=2,
+    ),
     "bert": dict(vocab_size=9, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4),
     "gpt2": dict(vocab_size=9, n_embd=4, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0),
     "llama": dict(vocab_size=9, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1),
-    "t5": dict(vocab_size=9, d_model=4, d_kv=4, d_ff=4, num_layers=1, num_heads=1),
+    "t5": dict(vocab_size=9, d_model=4, d_kv=4, d_ff=4, num_layers=1, num_heads=1, decoder_start_token_id=0),
     "xlnet": dict(vocab_size=9, d_model=4, n_layer=1, n_head=1, d_inner=4),
 }
 CAUSAL, FULL = "CausalLMTargets(key='labels', ignore_index=-100)", "Targets(key='labels', ignore_index=-100)"
@@ -146,6 +155,7 @@ def holder(name: str, family: str) -> nn.Module:
         ("LlamaForCausalLM", "llama", IDS, CAUSAL),
         ("GPT2LMHeadModel", "gpt2", IDS, CAUSAL),
         ("T5ForConditionalGeneration", "t5", IDS, FULL),
+        ("BartForConditionalGeneration", "bart", IDS, FULL),
         ("BertForMaskedLM", "bert", IDS, FULL),
         ("BertForTokenClassification", "bert", IDS, FULL),
         ("BertForSequenceClassification", "bert", CLASSES, FULL),
@@ -158,10 +168,40 @@ def holder(name: str, family: str) -> nn.Module:
         ("BertForPreTraining", "bert", IDS, "equal, with advice"),
         ("GPT2DoubleHeadsModel", "gpt2", IDS, "equal, with advice"),
         ("XLNetLMHeadModel", "xlnet", IDS, "equal, with advice"),
+        # A decoder taken out of an encoder-decoder model: called a causal language model, and its loss does not shift.
+        ("BartForCausalLM", "bart", IDS, "equal, with advice"),
+        # Several codebooks: what is last in the labels' shape is no sequence, and the loss is no mean over all.
+        ("LlamaForCausalLM", "llama", IDS[None], "equal, with advice"),
+        ("BertForTokenClassification", "bert", IDS[None], "equal, with advice"),
     ],
 )
 def test_hugging_face_heads(name, family, labels, expected):
     assert chosen({"input_ids": IDS, "labels": labels}, holder(name, family)) == expected
+
+
+@pytest.mark.parametrize(
+    "name, family",
+    [
+        ("LlamaForCausalLM", "llama"),
+        ("GPT2LMHeadModel", "gpt2"),
+        ("BartForCausalLM", "bart"),
+        ("BartForConditionalGeneration", "bart"),
+        ("T5ForConditionalGeneration", "t5"),
+        ("BertForMaskedLM", "bert"),
+        ("BertForTokenClassification", "bert"),
+        ("XLNetLMHeadModel", "xlnet"),
+    ],
+)
+def test_tokens_that_are_counted_are_those_that_the_loss_teaches(name, family):
+    """A head that shifts, or does not, against its name: the logits that get a gradient are counted, or nothing is."""
+    module = holder(name, family)
+    labels = torch.tensor([[1, 0, 1, -100, 1, -100], [1, -100, -100, 1, 0, 0]])
+    counter = choose_counter(module, {"input_ids": IDS[:2], "labels": labels})
+    output = module.model(input_ids=IDS[:2], labels=labels)
+    (gradient,) = torch.autograd.grad(output.loss, output.logits)
+    taught = int(gradient.abs().sum(-1).count_nonzero())
+    assert taught in (6, 8)
+    assert isinstance(counter, EqualWeights) or counter({"labels": labels}) == taught
 
 
 def test_labels_that_the_step_makes_are_not_guessed():
