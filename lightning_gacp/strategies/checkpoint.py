@@ -19,13 +19,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_gacp.strategies.books import CycleBooks
 from lightning_gacp.strategies.lookahead import KEY, trained_batches
+from lightning_gacp.strategies.micro_batch import MicroBatches
 
 _VERSION = 1
 
 
-class CycleCheckpoints(CycleBooks):
+class CycleCheckpoints(MicroBatches):
     """Writes the cycle into Lightning's checkpoints, and takes it up again."""
 
     _to_restore: dict[str, Any] | None = None

@@ -13,53 +13,33 @@ How a micro-batch goes through it, in order:
 
 from __future__ import annotations
 
-import inspect
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
-from lightning_gacp.accumulation.cycle import AccumulationCycle, LossReduction
+from lightning_gacp.accumulation.cycle import LossReduction
 from lightning_gacp.strategies.advice import (
-    say_that_nothing_prescales,
     say_what_batch_norm_sees,
     say_what_changes_nothing,
-    say_what_stays_idle,
 )
-from lightning_gacp.strategies.checkpoint import CycleCheckpoints
-from lightning_gacp.strategies.counting import ItemCount
 from lightning_gacp.strategies.fetching import CountingIterator, fetches_itself
-from lightning_gacp.strategies.gates import GACPOptimizer, OptimizerGate
-from lightning_gacp.strategies.grad_dtype import accumulate_in, accumulate_in_own, cast_to_own
-from lightning_gacp.strategies.lookahead import LookAhead, is_stateful, shortest
-from lightning_gacp.strategies.scaling import ManualScaling
-from lightning_gacp.strategies.schedulers import follow_schedulers_again, gate_scheduler, release_scheduler
+from lightning_gacp.strategies.grad_dtype import accumulate_in, cast_to_own
+from lightning_gacp.strategies.schedulers import follow_schedulers_again
+from lightning_gacp.strategies.set_up import TOTAL, SetUp
 from lightning_gacp.strategies.settings import Settings
-
-if TYPE_CHECKING:
-    _Base = Strategy
-else:
-    _Base = object
-
-_TOTAL = "num_items_in_batch"
 
 
 class _NothingToStep(Exception):
     """Leaves the optimizer's step from inside its closure."""
 
 
-class AccumulationMixin(CycleCheckpoints, _Base):
+class AccumulationMixin(SetUp):
     """Exact gradient accumulation for a Lightning strategy: ``class MyStrategy(AccumulationMixin, TheirStrategy)``.
 
     One optimizer step over any partition of a batch into micro-batches, over any number of ranks, equals the step
@@ -115,149 +95,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             skip_non_finite,
         )
         self._open_books()
-        self._look_ahead: LookAhead | None = None
-        self._wants_total = False
-        self._scaling: ManualScaling | None = None
-        self._hooks: list[Any] = []
-        self._gated_schedulers: list[Any] = []
-        self._trainers_value: int | None = None  # what to put back at teardown
-        self._hidden_value: int | None = None  # what Lightning's check must not see
-        self._schedule_value = 0  # what our own schedule has set
         super().__init__(**kwargs)
-
-    # ---------------------------------------------------------------- set-up
-
-    def connect(self, model: LightningModule) -> None:
-        """Hides the Trainer's length of a cycle in manual optimization, until Lightning's check of it has passed."""
-        super().connect(model)
-        trainer = model._trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not model.automatic_optimization:
-            self._hidden_value, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
-
-    def _show_hidden_value(self) -> None:
-        if self._hidden_value is not None:
-            self._trainer.accumulate_grad_batches, self._hidden_value = self._hidden_value, None
-
-    def setup_environment(self) -> None:
-        """Tells the Trainer the length of a cycle.
-
-        Here, because it is after Lightning's check that refuses accumulation in manual optimization, and before the
-        first hooks that ask for ``estimated_stepping_batches``.
-        """
-        super().setup_environment()
-        self._show_hidden_value()
-        length = self.settings.first_length
-        if not self._fitting or length is None:
-            return
-        trainer = self._trainer
-        theirs = trainer.accumulate_grad_batches
-        if theirs not in (1, length):
-            raise MisconfigurationException(
-                f"`Trainer(accumulate_grad_batches={theirs})` and `{type(self).__name__}(accumulate_grad_batches="
-                f"{self.settings.accumulate_grad_batches})` contradict each other. Set one of them."
-            )
-        self._trainers_value = theirs
-        trainer.accumulate_grad_batches = self._schedule_value = length
-
-    def setup(self, trainer: Trainer) -> None:
-        """Sets the strategy up, then puts the gates on optimizers, schedulers, clipping and scaling."""
-        super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        assert self.lightning_module is not None
-        self._wants_total = _names_argument(self.lightning_module.training_step, _TOTAL)
-        if self._reduction == "prescaled" and not self._wants_total:
-            say_that_nothing_prescales(_TOTAL)
-        self._cycle = AccumulationCycle(
-            self._reduction, self._ranks, self._sum_over_ranks, self.settings.average_across_ranks
-        )
-        self._count = ItemCount(self.settings.counter, self.lightning_module)
-        self._frees = self.settings.free_gradients and not _reads_gradients_late(trainer, self.lightning_module)
-        self._remove_gates()
-        for gate in self._gates:
-            self._refuse_closures_that_run_again(gate.optimizer)
-            if isinstance(gate.optimizer, Optimizer):
-                self._hooks.append(gate.optimizer.register_step_pre_hook(gate.check_raw_step))
-                self._hooks.append(gate.optimizer.register_step_post_hook(gate.note_real_step))
-        self._gate_schedulers()
-        if self._manual:
-            say_what_stays_idle(trainer)
-            self._scaling = ManualScaling(self.precision_plugin, self._before_clipping)
-        if self.settings.grad_dtype is not None:
-            for gate in self._gates:
-                accumulate_in(gate.parameters, self.settings.grad_dtype)
-
-    def _gate_schedulers(self) -> None:
-        this = weakref.proxy(self)
-        for config in self.lr_scheduler_configs:
-            interval = config.interval
-            if gate_scheduler(config.scheduler, lambda interval=interval: this._scheduler_may_step(interval)):  # type: ignore[misc]
-                self._gated_schedulers.append(config.scheduler)
-
-    @property
-    def counting(self) -> str:
-        """What is counted, in words; empty before the first micro-batch."""
-        return "" if self._count is None else self._count.described
-
-    @property
-    def _reduction(self) -> LossReduction:
-        return self.settings.loss_reduction or ("prescaled" if self._wants_total else "mean")
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers, as the module returned them."""
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        raw = [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
-        known = {id(gate.optimizer): gate for gate in self._gates}
-        self._optimizers = optimizers
-        view = weakref.proxy(self)
-        self._gates = [known.get(id(optimizer)) or OptimizerGate(optimizer, view) for optimizer in raw]
-        wrapped = []
-        for gate in self._gates:
-            optimizer = GACPOptimizer(gate.optimizer, gate if self._manual else None)
-            wrapped.append(GACPOptimizer._to_lightning_optimizer(optimizer, self))
-        self._lightning_optimizers = wrapped
-
-    def _refuse_closures_that_run_again(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, LBFGS) and self._trainer.accumulate_grad_batches > 1:
-            raise MisconfigurationException(
-                "`LBFGS` evaluates its closure several times a step, and a cycle of"
-                f" {self._trainer.accumulate_grad_batches} micro-batches cannot be run again. Set"
-                " `accumulate_grad_batches=1`, or take another optimizer."
-            )
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Puts the look-ahead on the train loader, where something needs it (see ``lookahead.py``)."""
-        dataloader = super().process_dataloader(dataloader)
-        if not self._fitting or not self._trainer.training:
-            return dataloader
-        trainer = self._trainer
-        length, ranks = sized_len(dataloader), self._ranks
-        if ranks > 1:
-            length = shortest(dataloader, trainer, self._rank, ranks, self._sum_over_ranks)
-        sum_over_ranks = self._sum_over_ranks if ranks > 1 and length is None else None
-        if not _names_argument(trainer.lightning_module.training_step, _TOTAL):
-            may_be_ahead = length is None or trainer.accumulate_grad_batches > 1 or self._schedules
-            if sum_over_ranks or length != sized_len(dataloader) or (is_stateful(dataloader) and may_be_ahead):
-                return LookAhead(dataloader, None, trainer, sum_over_ranks, ranks, length)
-            return dataloader
-        if _names_argument(trainer.lightning_module.training_step, "dataloader_iter"):
-            raise MisconfigurationException(
-                f"`training_step` asks for `dataloader_iter` and for `{_TOTAL}`: the items of a cycle are known ahead"
-                " only where Lightning fetches the batches. Take `batch, batch_idx` instead, or hand the count over"
-                " with the loss."
-            )
-        if self._look_ahead is not None and not self._look_ahead.started:
-            raise MisconfigurationException(
-                f"`training_step` asks for `{_TOTAL}`, and there are several train loaders: whose items? Combine them"
-                " into one loader, or hand the count over with the loss."
-            )
-        assert self._count is not None
-        self._look_ahead = LookAhead(dataloader, self._count, trainer, sum_over_ranks, ranks, length)
-        return self._look_ahead
 
     def on_train_start(self) -> None:
         """Begins a run of the fit loop with clean books, whatever an earlier run left."""
@@ -290,33 +128,6 @@ class AccumulationMixin(CycleCheckpoints, _Base):
             with warnings.catch_warnings():
                 warnings.simplefilter("always")  # as an error it would take the place of the exception
                 self._discard(f"`{type(exception).__name__}` interrupted the cycle")
-
-    def teardown(self) -> None:
-        """Takes every gate off again and gives the Trainer its own value back."""
-        self._forget()
-        self._to_restore = self._carried = None
-        self._remove_gates()
-        for scheduler in self._gated_schedulers:
-            release_scheduler(scheduler)
-        self._gated_schedulers.clear()
-        if self._scaling is not None:
-            self._scaling.remove()
-            self._scaling = None
-        if self.settings.grad_dtype is not None:
-            for gate in self._gates:
-                accumulate_in_own(gate.parameters)
-        self._show_hidden_value()  # where the check has failed
-        if self._trainers_value is not None:
-            self._trainer.accumulate_grad_batches = self._trainers_value
-            self._trainers_value = None
-        self._current = None
-        self._look_ahead = None
-        super().teardown()
-
-    def _remove_gates(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     # ---------------------------------------------------------------- one micro-batch
 
@@ -361,10 +172,6 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         # Until a `training_step` has run: a hook may skip the batch, and no scheduler moves then.
         self._step_skipped = True
 
-    @property
-    def _schedules(self) -> bool:
-        return isinstance(self.settings.accumulate_grad_batches, dict)
-
     def _follow_schedule(self) -> None:
         length = self.settings.length_at(self._trainer.current_epoch)
         if length is not None and self._trainer.accumulate_grad_batches == self._schedule_value != length:
@@ -384,7 +191,7 @@ class AccumulationMixin(CycleCheckpoints, _Base):
                 items = self._look_ahead.total_of_next_cycle()
                 across = self.settings.average_across_ranks
                 self._total_of_cycle = float(self._sum_over_ranks([items])[0]) if across else items
-            kwargs[_TOTAL] = self._total_of_cycle
+            kwargs[TOTAL] = self._total_of_cycle
         if fetches_itself(args):
             current.items, current.fetches = None, True
             args = (CountingIterator(args[0], self._note_fetched), *args[1:])
@@ -512,17 +319,3 @@ class AccumulationMixin(CycleCheckpoints, _Base):
         if not self._manual:
             self._finish_cycle()
         return output
-
-
-def _names_argument(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
-
-
-def _reads_gradients_late(trainer: Trainer, module: LightningModule) -> bool:
-    hook = "on_before_zero_grad"
-    if is_overridden(hook, module) or is_overridden("optimizer_zero_grad", module):
-        return True
-    return any(is_overridden(hook, callback, parent=Callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
