@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def scale_(gradients: Iterable[Tensor | None], factor: float) -> None:
     """Multiplies gradients in place by ``factor``; ``None`` entries are left out."""
     if factor == 1.0:
         return
-    found = [gradient for gradient in gradients if gradient is not None]
+    found = [_local(gradient) for gradient in gradients if gradient is not None]
     dense = [gradient for gradient in found if gradient.layout == torch.strided]
     if dense:
         torch._foreach_mul_(dense, factor)
@@ -93,13 +94,23 @@ class SetAside:
 
 
 def _add_(into: list[Tensor], values: list[Tensor]) -> None:
-    if not into:
-        return
-    if all(tensor.layout == torch.strided for tensor in (*into, *values)):
-        torch._foreach_add_(into, values)
-    else:
+    alike = [_placed_alike(target, value) for target, value in zip(into, values, strict=True)]
+    if not all(alike):
         for target, value in zip(into, values, strict=True):
             target.add_(value)
+    elif into:
+        torch._foreach_add_([_local(target) for target in into], [_local(value) for value in values])
+
+
+def _placed_alike(target: Tensor, value: Tensor) -> bool:
+    """Whether to add what lies here is to add the tensors, and a kernel for many at once takes them."""
+    here, there = (getattr(tensor, "placements", None) for tensor in (target, value))
+    return here == there and target.layout == value.layout == torch.strided
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """What lies on this rank: kernels for many tensors at once take no plain ones beside those of a mesh."""
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 class _Zeros(torch.autograd.Function):

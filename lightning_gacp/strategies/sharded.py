@@ -65,7 +65,7 @@ class ShardedAccumulation(SumsOnHost, AccumulationMixin):
                 " are averaged over ranks before the rank's own count is known. Use `average_across_ranks=True`."
             )
         self._capture = []
-        if trainer.state.fn == TrainerFn.FITTING and self._ranks > 1:
+        if trainer.state.fn == TrainerFn.FITTING:
             assert self.lightning_module is not None
             children = self.lightning_module.children()
             self._capture = [child.register_forward_hook(self._keep_output) for child in children]
@@ -86,6 +86,8 @@ class ShardedAccumulation(SumsOnHost, AccumulationMixin):
         return super().training_step(*args, **kwargs)
 
     def _backward_without_items(self, loss: Tensor, optimizer: Optimizer | None) -> None:
+        if not self._outputs and self._ranks == 1:
+            return
         sources = self._outputs or [loss]
         zero: Any = _ZerosInto.apply(*sources)  # type: ignore[no-untyped-call]
         self._outputs.clear()
