@@ -153,9 +153,10 @@ def find_in_batch(batch: Any, key: str | int, counter: Any) -> Tensor:
         ValueError: If there are none.
     """
     labels: Any = None
-    if isinstance(batch, Mapping):
+    # Lists and tuples first: to ask an abstract class takes longer than all the rest.
+    if not isinstance(batch, (list, tuple)) and isinstance(batch, Mapping):
         labels = batch.get(key)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+    elif isinstance(batch, (list, tuple)) or (isinstance(batch, Sequence) and not isinstance(batch, str)):
         if isinstance(key, int) and -len(batch) <= key < len(batch):
             labels = batch[key]
     elif isinstance(key, str):
@@ -199,6 +200,7 @@ def _count(labels: Tensor, ignore_index: int) -> int:
     if type(labels) is Tensor and labels.is_cpu and not labels.is_floating_point():
         # What takes the least time, within a training step: a list of few labels, an array of many.
         if labels.numel() <= _FEW:
-            return labels.numel() - labels.flatten().tolist().count(ignore_index)
+            few = (labels if labels.ndim == 1 else labels.flatten()).tolist()
+            return len(few) - few.count(ignore_index)
         return int(np.count_nonzero(labels.numpy() != ignore_index))
     return int((labels != ignore_index).sum())

@@ -16,6 +16,7 @@ gathered is multiplied by 6/8, the second loss is weighted by 2/8. The sum is ``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -151,7 +152,7 @@ class AccumulationCycle:
         """
         if self.closed:
             raise RuntimeError("This cycle is closed: call `reset()` before the next micro-batch.")
-        if not 0 <= num_items < float("inf"):
+        if not 0 <= num_items < math.inf:
             raise ValueError(f"A micro-batch has `num_items={num_items!r}`: the count must be finite and not negative.")
         items = float(num_items) if has_loss else 0.0
         self.micro_batches += 1

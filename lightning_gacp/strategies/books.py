@@ -33,6 +33,19 @@ else:
 class Current:
     """The micro-batch that runs."""
 
+    __slots__ = (
+        "divided_by",
+        "fetches",
+        "handed_over",
+        "has_loss",
+        "items",
+        "last",
+        "length",
+        "manual",
+        "ready",
+        "step",
+    )
+
     def __init__(self, ready: int, length: int, last: bool, items: float | Exception | None, manual: bool) -> None:
         self.ready = ready  # its number in the epoch, from 1
         self.length = length  # Lightning's cycle length
@@ -55,6 +68,7 @@ class CycleBooks(_Base):
         self._gates: list[OptimizerGate] = []
         self._cycle = AccumulationCycle()
         self._current: Current | None = None
+        self._skips_backward = False  # whether this micro-batch is for the statistics of batch norms alone
         self._count: ItemCount | None = None
         self._counted: float | Exception | None = None
         self._running_loss = RunningLoss()
@@ -128,11 +142,17 @@ class CycleBooks(_Base):
         Stochastic weight averaging ends with such a pass. Lightning keeps the averaged weights from moving in it in
         automatic optimization only.
         """
-        return self._manual and self._training and bool(self._trainer.fit_loop._skip_backward)
+        return self._skips_backward and self._manual and self._training
 
     @property
     def _manual(self) -> bool:
         return self._lightning_module is not None and not self._lightning_module.automatic_optimization
+
+    def _gate_of(self, optimizer: Any) -> OptimizerGate | None:
+        for gate in self._gates:
+            if gate.optimizer is optimizer:
+                return gate
+        return None
 
     def has_one_optimizer(self) -> bool:
         """Whether no other optimizer's loss can leave gradients in an optimizer's parameters."""

@@ -37,9 +37,10 @@ class ItemCount:
             ValueError: If the counter does not find what it counts.
             TypeError: If it gives no number.
         """
-        if self._counter is None:
-            self._counter = choose_counter(self._module, batch)
-        counted = self._counter(batch)
+        counter = self._counter
+        if counter is None:
+            counter = self._counter = choose_counter(self._module, batch)
+        counted = counter(batch)
         try:
             return float(counted)
         except (TypeError, ValueError) as error:

@@ -34,7 +34,7 @@ _BATCH_HOOKS = frozenset(
 class MicroBatches(CycleBooks):
     """Takes micro-batches into the cycle."""
 
-    def _begin_micro_batch(self, trainer: Trainer) -> None:
+    def _begin_micro_batch(self, trainer: Trainer) -> Current:
         loop = trainer.fit_loop
         ready = loop.epoch_loop.batch_progress.current.ready
         length = trainer.accumulate_grad_batches
@@ -46,7 +46,9 @@ class MicroBatches(CycleBooks):
                 )
             self._start_cycle()
         self._step_skipped = False
-        self._current = Current(ready, length, not loop._should_accumulate(), self._counted, self._manual)
+        current = Current(ready, length, not loop._should_accumulate(), self._counted, self._manual)
+        self._current = current
+        return current
 
     @property
     def _guesses(self) -> bool:
@@ -184,7 +186,7 @@ class MicroBatches(CycleBooks):
             return True
         if not self.closes_cycle():
             return False
-        gate = next((gate for gate in self._gates if gate.optimizer is optimizer), None)
+        gate = self._gate_of(optimizer)
         return gate is None or (gate.has_gradients_to_clip() and gate.complete())
 
     def _scheduler_may_step(self, interval: str) -> bool:

@@ -34,6 +34,8 @@ from lightning_gacp.strategies.schedulers import follow_schedulers_again
 from lightning_gacp.strategies.set_up import TOTAL, SetUp
 from lightning_gacp.strategies.settings import Settings
 
+_NOTHING = nullcontext()
+
 
 class _NothingToStep(Exception):
     """Leaves the optimizer's step from inside its closure."""
@@ -101,6 +103,7 @@ class AccumulationMixin(SetUp):
         """Begins a run of the fit loop with clean books, whatever an earlier run left."""
         self._forget()
         self._cycles = self.lost_micro_batches = self.skipped_cycles = 0
+        self._skips_backward = False
         if self._trainer.fit_loop.restarted_mid_epoch:
             self._follow_schedule()
             follow_schedulers_again(self._trainer)
@@ -141,7 +144,8 @@ class AccumulationMixin(SetUp):
         """Ends what is over: the last cycle and its gradients."""
         super().on_train_batch_start(batch, batch_idx)
         trainer = self._trainer
-        if trainer.fit_loop._skip_backward:
+        self._skips_backward = trainer.fit_loop._skip_backward
+        if self._skips_backward:
             self._current = None
             return
         ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -179,12 +183,9 @@ class AccumulationMixin(SetUp):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step as one micro-batch of the cycle."""
-        trainer = self._trainer
-        if trainer.fit_loop._skip_backward:
+        if self._skips_backward:
             return super().training_step(*args, **kwargs)
-        self._begin_micro_batch(trainer)
-        current = self._current
-        assert current is not None
+        current = self._begin_micro_batch(self._trainer)
         if self._wants_total:
             assert self._look_ahead is not None
             if self._cycle.micro_batches == 0:
@@ -196,17 +197,18 @@ class AccumulationMixin(SetUp):
             current.items, current.fetches = None, True
             args = (CountingIterator(args[0], self._note_fetched), *args[1:])
         output = super().training_step(*args, **kwargs)
-        if current.fetches and not current.manual:
-            self._keep_from_zeroing()
         if current.manual:
             self._settle(has_loss=False)
             if current.last:
                 self._finish_cycle()
                 if self._scaling is not None:
                     self._scaling.finish()
-        elif output is None:
+            return output
+        if current.fetches:
+            self._keep_from_zeroing()
+        if output is None:
             self._settle(has_loss=False)
-        elif isinstance(output, Mapping) and output.get("num_items") is not None:
+        elif not isinstance(output, Tensor) and isinstance(output, Mapping) and output.get("num_items") is not None:
             current.handed_over = float(output["num_items"])
         return output
 
@@ -229,19 +231,19 @@ class AccumulationMixin(SetUp):
             **kwargs: For ``Tensor.backward``.
         """
         current, module = self._current, self._lightning_module
-        if self.skips_steps():
-            return closure_loss.detach()
         if current is None or module is None or not self._training:
+            if self.skips_steps():
+                return closure_loss.detach()
             return super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._give_back_kept()
-        step = self._settle(num_items)
+        if current.fetches:
+            self._give_back_kept()
+        weight = self._settle(num_items).weight
         for gate in self._gates:
             gate.note_backward()
-        weight = step.weight
         if current.handed_over:
             items = current.handed_over if self._cycle.loss_reduction == "mean" else 1.0
             self._running_loss.add(closure_loss, items * current.divided_by)
-        with self._synced(current.last) if current.manual else nullcontext():
+        with self._synced(current.last) if current.manual else _NOTHING:
             if weight == 0:
                 self._backward_without_items(closure_loss, optimizer)
                 return closure_loss.detach()
@@ -267,12 +269,12 @@ class AccumulationMixin(SetUp):
     ) -> Any:
         """Steps at the end of a cycle; a cycle without items steps on no rank, runs no hook and moves no schedule."""
         trainer = self._trainer
-        if not self._active and trainer.fit_loop._skip_backward:
+        if self._skips_backward and not self._active:
             # The averaged weights stay as they are: Lightning would step with the gradients that are left over.
             closure()
             self._uncount_step()
             return None
-        gate = next((gate for gate in self._gates if gate.optimizer is optimizer), None)
+        gate = self._gate_of(optimizer)
 
         def checked() -> Any:
             result = closure()

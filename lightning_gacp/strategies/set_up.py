@@ -94,7 +94,8 @@ class SetUp(CycleCheckpoints):
         for gate in self._gates:
             self._refuse_closures_that_run_again(gate.optimizer)
             if isinstance(gate.optimizer, Optimizer):
-                self._hooks.append(gate.optimizer.register_step_pre_hook(gate.check_raw_step))
+                if self._manual:
+                    self._hooks.append(gate.optimizer.register_step_pre_hook(gate.check_raw_step))
                 self._hooks.append(gate.optimizer.register_step_post_hook(gate.note_real_step))
         self._gate_schedulers()
         if self._manual:
