@@ -59,6 +59,7 @@ class OptimizerGate:
         backwards: Micro-batches of this cycle in which the module ran a backward.
         stepped_now: Whether the module called ``step`` in this micro-batch.
         stepped_for_real: Whether the optimizer really stepped in this micro-batch.
+        skipped: Whether its step at the end of the cycle was skipped; ``None`` before it.
     """
 
     def __init__(self, optimizer: Optimizer, cycle: CycleView) -> None:
@@ -92,6 +93,7 @@ class OptimizerGate:
         """Begins the next micro-batch."""
         self.stepped_now = False
         self.stepped_for_real = False
+        self.skipped: bool | None = None
         self._backward_now = False
 
     @property

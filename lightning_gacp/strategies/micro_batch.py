@@ -163,7 +163,7 @@ class MicroBatches(CycleBooks):
                 self._cycle.losses,
                 "a loss or a gradient of the cycle is infinite or NaN, and `skip_non_finite` skips it on all ranks",
             )
-        self._step_skipped = True
+        self._step_skipped = gate.skipped = True
         gate.aside.clear()
         for parameter in gate.parameters:
             parameter.grad = None
@@ -189,7 +189,7 @@ class MicroBatches(CycleBooks):
         gate = self._gate_of(optimizer)
         return gate is None or (gate.has_gradients_to_clip() and gate.complete())
 
-    def _scheduler_may_step(self, interval: str) -> bool:
+    def _scheduler_may_step(self, interval: str, optimizer: Any) -> bool:
         if not self._trainer.training:
             return True
         assert self.lightning_module is not None
@@ -201,4 +201,7 @@ class MicroBatches(CycleBooks):
             return False
         if self.lightning_module._current_fx_name not in _BATCH_HOOKS or self._current is None:
             return True
-        return self._current.last and not self._step_skipped
+        # One optimizer's step may be skipped, and another's of the same cycle not.
+        gate = self._gate_of(getattr(optimizer, "_optimizer", optimizer))
+        skipped = self._step_skipped if gate is None or gate.skipped is None else gate.skipped
+        return self._current.last and not skipped

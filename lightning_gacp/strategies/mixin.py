@@ -301,11 +301,10 @@ class AccumulationMixin(SetUp):
             gate._inside = True
         try:
             output = super().optimizer_step(optimizer, checked, model, **kwargs)
-            self._step_skipped = (
-                gate is not None
-                and not gate.stepped_for_real
-                and getattr(self.precision_plugin, "scaler", None) is not None
-            )
+            if gate is not None:
+                scaled = getattr(self.precision_plugin, "scaler", None) is not None
+                gate.skipped = scaled and not gate.stepped_for_real
+            self._step_skipped = gate is not None and all(each.skipped is not False for each in self._gates)
         except _NothingToStep:
             for other in self._gates:
                 for parameter in other.parameters:

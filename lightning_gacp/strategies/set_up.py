@@ -108,8 +108,12 @@ class SetUp(CycleCheckpoints):
     def _gate_schedulers(self) -> None:
         this = weakref.proxy(self)
         for config in self.lr_scheduler_configs:
-            interval = config.interval
-            if gate_scheduler(config.scheduler, lambda interval=interval: this._scheduler_may_step(interval)):  # type: ignore[misc]
+            interval, optimizer = config.interval, getattr(config.scheduler, "optimizer", None)
+
+            def may_step(interval: str = interval, optimizer: Any = optimizer) -> bool:
+                return bool(this._scheduler_may_step(interval, optimizer))
+
+            if gate_scheduler(config.scheduler, may_step):
                 self._gated_schedulers.append(config.scheduler)
 
     @property

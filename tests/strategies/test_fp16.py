@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gacp import GACPStrategy
 from tests.strategies.models import (
@@ -136,6 +136,49 @@ class _Two(Manual):
     def configure_optimizers(self) -> Any:
         halves = list(self.net.parameters())
         return [torch.optim.SGD(halves[:2], lr=self.lr), torch.optim.SGD(halves[2:], lr=self.lr)]
+
+
+class _TwoSchedules(Manual):
+    """Two nets; the loss of one of them overflows once. Schedules move after each step, or at the end."""
+
+    def __init__(self, overflows: int, at_end: bool) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList([self.net, make_net()])
+        self.overflows, self.at_end = overflows, at_end
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        schedules = self.lr_schedulers()
+        for i, (optimizer, net) in enumerate(zip(self.optimizers(), self.nets, strict=True)):
+            optimizer.zero_grad()
+            factor = float("inf") if batch_idx == 3 and i == self.overflows else 1.0
+            self.manual_backward(self.loss(net, batch) * factor)
+            optimizer.step()
+            if not self.at_end:
+                schedules[i].step()
+        for schedule in schedules if self.at_end else ():
+            schedule.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in self.nets]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+
+
+@pytest.mark.parametrize("cycle", [1, 2])
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("overflows", [0, 1])
+def test_skipped_step_of_one_optimizer_moves_the_schedule_of_the_other(
+    overflows: int, at_end: bool, cycle: int
+) -> None:
+    """Each schedule moves as often as its own optimizer has stepped, whatever has become of the other one's step."""
+    module = _TwoSchedules(overflows, at_end)
+    scaler = make_scaler(growth_interval=1000)
+    strategy = GACPStrategy(accumulate_grad_batches=cycle, num_items="labels")
+    trainer = quiet_trainer(strategy=strategy, plugins=[_Fp32UnderScaler(scaler)])
+    trainer.fit(module, loader(ragged_batches([4, 5, 3, 6, 2, 7])))
+    moves = [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
+    assert moves == [6 // cycle - (i == overflows) for i in range(2)]
 
 
 @pytest.mark.parametrize("cycle", [1, 2])
