@@ -67,7 +67,7 @@ class CycleCheckpoints(MicroBatches):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Saves a checkpoint, with the open cycle in it unless it holds weights only."""
-        if "optimizer_states" in checkpoint and self._fitting:
+        if self._fitting and "optimizer_states" in checkpoint:
             state = self._cycle_state()
             if "cycle" in state:
                 self._write_gradients(state["cycle"], filepath)

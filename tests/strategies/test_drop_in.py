@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 
-from lightning_gacp.strategies import GACPStrategy
+from lightning_gacp.strategies import GACPFSDPStrategy, GACPModelParallelStrategy, GACPStrategy
 from lightning_gacp.strategies.schedulers import gate_scheduler, release_scheduler
 
 QUIET: dict[str, Any] = {
@@ -47,6 +47,13 @@ def test_model_without_a_fit_is_saved(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "connected.ckpt", weights_only=True)
     assert torch.equal(saved["state_dict"]["layer.weight"], model.layer.weight)
     assert trainer.strategy.load_checkpoint(tmp_path / "connected.ckpt").keys() == saved.keys()
+
+
+@pytest.mark.parametrize("strategy_class", [GACPModelParallelStrategy, GACPFSDPStrategy])
+def test_refusals_of_lightning_come_first_outside_a_fit(strategy_class: Any, tmp_path: Path) -> None:
+    """A checkpoint is looked into only where it may have an open cycle to carry."""
+    with pytest.raises(TypeError, match="storage_options"):
+        strategy_class().save_checkpoint(object(), tmp_path / "refused.ckpt", storage_options={"retries": 3})
 
 
 class Keeping(BoringModel):
