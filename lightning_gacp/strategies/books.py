@@ -82,6 +82,8 @@ class CycleBooks(_Base):
         self.lost_micro_batches = 0
         self.skipped_cycles = 0
         self._not_finite = False  # whether this cycle has been found so
+        self._skipped_last = -1  # the last cycle that was found so
+        self._skipped_in_a_row = 0
 
     # ---------------------------------------------------------------- what the parallel strategies override
 

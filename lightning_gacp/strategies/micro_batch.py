@@ -31,6 +31,10 @@ _BATCH_HOOKS = frozenset(
 )
 
 
+# So many cycles in a row without finite gradients are no accident of the data.
+_HOPELESS = 100
+
+
 class MicroBatches(CycleBooks):
     """Takes micro-batches into the cycle."""
 
@@ -159,10 +163,21 @@ class MicroBatches(CycleBooks):
             if not self._not_finite:
                 return False
             self.skipped_cycles += 1
+            self._skipped_in_a_row = self._skipped_in_a_row + 1 if self._skipped_last == self._cycles - 1 else 1
+            self._skipped_last = self._cycles
             self._lose(
                 self._cycle.losses,
                 "a loss or a gradient of the cycle is infinite or NaN, and `skip_non_finite` skips it on all ranks",
             )
+            if self._skipped_in_a_row == _HOPELESS:
+                self._step_skipped = True
+                self._finish_cycle()
+                raise RuntimeError(
+                    f"{_HOPELESS} cycles in a row had an infinite or NaN loss or gradient, and `skip_non_finite=True`"
+                    " skipped them all: nothing is trained any more, and `max_steps` would never be reached. The"
+                    " weights may hold NaN themselves; go back to an earlier checkpoint, with a lower learning rate or"
+                    " `gradient_clip_val`."
+                )
         self._step_skipped = gate.skipped = True
         gate.aside.clear()
         for parameter in gate.parameters:

@@ -1,0 +1,61 @@
+"""``skip_non_finite`` where nothing is finite any more, and where something still is."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_gacp import GACPStrategy
+from lightning_gacp.strategies import micro_batch
+
+
+class Breaks(L.LightningModule):
+    """Its loss is NaN in every micro-batch but those in ``well``."""
+
+    def __init__(self, well: frozenset[int]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.well = well
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).mean() * (1.0 if batch_idx in self.well else float("nan"))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(well: frozenset[int], micro_batches: int = 40) -> L.Trainer:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        strategy=GACPStrategy(accumulate_grad_batches=2, skip_non_finite=True),
+        max_steps=10**6,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Breaks(well), DataLoader(torch.ones(micro_batches, 2)))
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_batch, "_HOPELESS", 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batch.*lost")
+def test_a_run_whose_weights_are_nan_ends_with_an_error_instead_of_never() -> None:
+    with pytest.raises(RuntimeError, match=r"5 cycles in a row .* `max_steps` would never be reached"):
+        train(well=frozenset())
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batch.*lost")
+def test_one_finite_cycle_begins_the_count_anew() -> None:
+    # Cycles 4, 9 and 14 of 20 are finite: never five in a row that are not.
+    trainer = train(well=frozenset({8, 9, 18, 19, 28, 29}), micro_batches=38)
+    assert trainer.strategy.skipped_cycles == 16  # type: ignore[attr-defined]
+    assert trainer.global_step == 3
