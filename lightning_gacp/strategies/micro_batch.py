@@ -61,6 +61,8 @@ class MicroBatches(CycleBooks):
 
     def _keep_from_zeroing(self) -> None:
         """Where the module fetches its batches, Lightning's index lags, and so gradients are zeroed inside a cycle."""
+        if self._current is None or self._current.length == 1:
+            return  # it zeroes them in every micro-batch, after the hooks that may read them
         for gate in self._gates:
             if self._cycle.open:
                 gate.aside.take(gate.parameters, copy=self.gradients_are_views())

@@ -113,6 +113,25 @@ def test_dataloader_iter():
     compare(OverIterator)
 
 
+class ReadsOverIterator(OverIterator):
+    def on_before_zero_grad(self, optimizer):
+        norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+        self.log("norm", torch.stack(norms).sum() if norms else torch.zeros(()), batch_size=4)
+
+
+class AccumulatesOverIterator(OverIterator):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor:UserWarning")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument:UserWarning")
+@pytest.mark.parametrize("cls", [ReadsOverIterator, AccumulatesOverIterator])
+def test_gradients_of_the_last_step_are_there_for_the_hooks_of_zeroing_under_dataloader_iter(cls):
+    compare(cls)
+
+
 class SometimesNone(Small):
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
