@@ -47,7 +47,7 @@ class SetUp(CycleCheckpoints):
     def connect(self, model: LightningModule) -> None:
         """Hides the Trainer's length of a cycle in manual optimization, until Lightning's check of it has passed."""
         super().connect(model)
-        trainer = model._trainer
+        trainer = getattr(model, "_trainer", None)  # a stand-in for a module may lack it
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and not model.automatic_optimization:
             self._hidden_value, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,6 +48,13 @@ def test_model_without_a_fit_is_saved(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "connected.ckpt", weights_only=True)
     assert torch.equal(saved["state_dict"]["layer.weight"], model.layer.weight)
     assert trainer.strategy.load_checkpoint(tmp_path / "connected.ckpt").keys() == saved.keys()
+
+
+def test_stand_in_for_a_module_is_connected() -> None:
+    """Tests of other projects connect mocks, which have the attributes of the class alone."""
+    strategy, stand_in = GACPStrategy(), Mock(spec=BoringModel)
+    strategy.connect(stand_in)
+    assert strategy.lightning_module is stand_in
 
 
 @pytest.mark.parametrize("strategy_class", [GACPModelParallelStrategy, GACPFSDPStrategy])
