@@ -12,9 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from lightning_gacp import GACPDDPStrategy
 from tests.strategies.models import (
+    HIDDEN,
+    VOCABULARY,
     Automatic,
     Manual,
+    count,
     loader,
+    loss_of,
     masked_mean,
     quiet_trainer,
     ragged_batches,
@@ -108,6 +112,87 @@ def test_ranks_that_weigh_the_same(cls: Any, kwargs: Any) -> None:
     expected = [(a + b) / 2 for a, b in zip(*each, strict=True)]
     for seen, *_ in results:
         assert relative_error([torch.from_numpy(g) for g in seen[0]], expected) < 1e-12
+
+
+class _Branches:
+    """A layer more, which only some micro-batches go through, and not the same ones on both ranks."""
+
+    def __init__(self: Any, used: str) -> None:
+        super().__init__(dtype=torch.float64)  # type: ignore[call-arg]
+        torch.manual_seed(2)
+        self.more = torch.nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64)
+        self.used = used
+
+    def loss_at(self: Any, batch: Any, rank: int, batch_idx: int) -> Any:
+        here = {
+            "inside a cycle": batch_idx % 4 == 1,
+            "inside a cycle on one rank": batch_idx % 4 == 1 and rank == 0,
+            "at the end on one rank": batch_idx % 4 == 3 and rank == 1,
+            "in the first cycle": batch_idx < 4,
+        }[self.used]
+
+        def net(inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self.net[:3](inputs)
+            return self.net[3](hidden) + (self.more(hidden) if here else 0.0)
+
+        return loss_of(net, batch)  # type: ignore[arg-type]
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        self.loss = lambda _, batch: self.loss_at(batch, self.trainer.global_rank, batch_idx)
+        return super().training_step(batch, batch_idx)  # type: ignore[misc]
+
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters()]
+        self.seen.append(grads)
+
+
+class _AutomaticBranches(_Branches, Automatic):
+    pass
+
+
+class _ManualBranches(_Branches, Manual):
+    pass
+
+
+WHERE = ["inside a cycle", "inside a cycle on one rank", "at the end on one rank", "in the first cycle"]
+
+
+def _train_branches(rank: int) -> Any:
+    found = {}
+    for cls in (_AutomaticBranches, _ManualBranches):
+        for used in WHERE:
+            module = cls(used)
+            strategy = _Counted(accumulate_grad_batches=4, num_items="labels", find_unused_parameters=True)
+            trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False)
+            trainer.fit(module, loader(BATCHES[rank]))
+            found[cls, used] = [[g.numpy() for g in step] for step in module.seen], strategy.reductions
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+def test_parameters_that_only_some_micro_batches_use_are_reduced() -> None:
+    """pytorch 69031, 128949: what was used only where nothing is synchronised stayed apart, and the ranks diverged."""
+    expected = {used: _steps_of(_AutomaticBranches(used)) for used in WHERE}
+    for found in on_ranks(_train_branches):
+        for (_, used), (seen, reductions) in found.items():
+            assert len(seen) == reductions == 3
+            for step, wanted in zip(seen, expected[used], strict=True):
+                assert relative_error([torch.from_numpy(g) for g in step], wanted) < 1e-12
+
+
+def _steps_of(module: Any) -> list[list[torch.Tensor]]:
+    """Plain SGD over both ranks' micro-batches of each cycle together."""
+    steps = []
+    for start in range(0, len(BATCHES[0]), 4):
+        cycle = [(rank, i, BATCHES[rank][i]) for rank in range(2) for i in range(start, min(start + 4, 10))]
+        losses = [module.loss_at(batch, rank, i) * count([batch]) for rank, i, batch in cycle if count([batch])]
+        total = sum(losses) / count([batch for *_, batch in cycle])
+        parameters = list(module.parameters())
+        steps.append(list(torch.autograd.grad(total, parameters, allow_unused=True, materialize_grads=True)))
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, steps[-1], strict=True):
+                parameter -= 0.1 * gradient
+    return steps
 
 
 def _train_gan(rank: int, order: str, cycle: int) -> Any:

@@ -1,0 +1,235 @@
+"""Symptoms of accumulation that others have reported, each named after what was seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_gacp import GACPStrategy
+from tests.strategies.models import (
+    IGNORE,
+    VOCABULARY,
+    Automatic,
+    Manual,
+    count,
+    loader,
+    loss_of,
+    make_net,
+    quiet_trainer,
+    ragged_batches,
+    reference_run,
+    relative_error,
+)
+
+LENGTHS = [6, 2, 9, 4, 1, 7, 3, 5, 8, 2]
+CYCLE = 4
+BOTH = [Automatic, Manual]
+
+
+def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """One big batch: the model takes each token alone."""
+    return {key: torch.cat([batch[key].flatten() for batch in batches])[None] for key in batches[0]}
+
+
+# ---------------------------------------------------------------- what a loss may be a mean over
+
+CLASS_WEIGHTS = torch.linspace(0.2, 3.0, VOCABULARY, dtype=torch.float64)
+
+
+def smoothed(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits, labels = net(batch["inputs"]).flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE, label_smoothing=0.3)
+
+
+def weighted(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits, labels = net(batch["inputs"]).flatten(0, 1), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, weight=CLASS_WEIGHTS, ignore_index=IGNORE)
+
+
+def weight_of_targets(batch: dict[str, Tensor]) -> Tensor:
+    return CLASS_WEIGHTS[batch["labels"][batch["labels"] != IGNORE]].sum()
+
+
+def penalised(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return loss_of(net, batch) + 0.05 * sum(parameter.square().sum() for parameter in net.parameters())
+
+
+def boxes(net: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A sum over what is found, divided by how many there are; none is also possible."""
+    found = batch["labels"] > 4
+    return F.smooth_l1_loss(net(batch["inputs"])[found].sum(-1), batch["labels"][found].double(), reduction="mean")
+
+
+def number_of_boxes(batch: dict[str, Tensor]) -> int:
+    return int((batch["labels"] > 4).sum())
+
+
+@pytest.mark.parametrize("cls", BOTH)
+@pytest.mark.parametrize(
+    ("loss", "num_items"),
+    [(smoothed, "labels"), (weighted, weight_of_targets), (penalised, "labels"), (boxes, number_of_boxes)],
+    ids=["label smoothing", "class weights", "a penalty that no item has a part in", "boxes"],
+)
+def test_losses_with_a_denominator_of_their_own(loss: Any, num_items: Any, cls: type[Automatic]) -> None:
+    """transformers 46731, 48690; trl 6083; rf-detr 1117: too large by the number of micro-batches, or of ranks."""
+    batches = ragged_batches(LENGTHS)
+    module = cls(lr=0.0, dtype=torch.float64, loss=loss)
+    quiet_trainer(strategy=GACPStrategy(CYCLE, num_items=num_items)).fit(module, loader(batches))
+    assert len(module.seen) == 3
+    net = make_net(torch.float64)
+    for start, found in zip(range(0, len(batches), CYCLE), module.seen, strict=True):
+        whole = loss(net, joined(batches[start : start + CYCLE]))
+        assert relative_error(found, list(torch.autograd.grad(whole, list(net.parameters())))) < 1e-12
+
+
+# ---------------------------------------------------------------- a batch that the module cuts itself
+
+
+class Cuts(Manual):
+    """Runs a backward for each row of a batch; ``trailing`` or not, the step is one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        if not self.trailing:
+            optimizer.zero_grad()
+        for row in range(len(batch["labels"])):
+            part = {key: value[row : row + 1] for key, value in batch.items()}
+            if count([part]):
+                self.manual_backward(self.loss(self.net, part) * (count([part]) / count([batch])))
+        optimizer.step()
+        if self.trailing:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("trailing", [False, True])
+def test_a_batch_cut_inside_the_step_is_one_micro_batch(trailing: bool) -> None:
+    """accelerate 1847, 3017: each part of the loader's last batch made a step of its own."""
+    batches = ragged_batches(LENGTHS)
+    module = Cuts(dtype=torch.float64, trailing=trailing)
+    trainer = quiet_trainer(strategy=GACPStrategy(CYCLE, num_items="labels"), max_epochs=2)
+    trainer.fit(module, loader(batches))
+    expected, net = reference_run(batches, CYCLE, epochs=2, dtype=torch.float64)
+    assert trainer.global_step == len(module.seen) == len(expected)
+    assert relative_error(list(module.net.parameters()), list(net.parameters())) < 1e-12
+
+
+# ---------------------------------------------------------------- memory and speed
+
+
+class Watched(Automatic):
+    """Notes how many activations of earlier micro-batches are alive when a forward begins."""
+
+    def __init__(self, manual: bool, returns: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.returns = returns
+        self.kept: list[StorageWeakRef] = []
+        self.alive: list[int] = []
+
+    def noted(self, inputs: Tensor) -> Tensor:
+        hidden = self.net[:3](inputs)  # which both layers around it keep for their backwards
+        self.kept.append(StorageWeakRef(hidden.untyped_storage()))
+        return self.net[3](hidden)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.alive.append(sum(not storage.expired() for storage in self.kept))
+        loss = self.loss(self.noted, batch)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss if self.returns else None
+
+
+@pytest.mark.parametrize(("manual", "returns"), [(False, True), (True, True), (True, False)])
+def test_no_graph_outlives_its_micro_batch(manual: bool, returns: bool) -> None:
+    """torchtune 1917: the graphs of a whole cycle were alive at its end."""
+    module = Watched(manual, returns)
+    quiet_trainer(strategy=GACPStrategy(CYCLE, num_items="labels")).fit(module, loader(ragged_batches(LENGTHS)))
+    assert module.alive == [0] * len(LENGTHS)
+
+
+class _ReadsOfNumbers(TorchDispatchMode):
+    """Counts the times that a number is read out of a tensor: on an accelerator each waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cls", BOTH)
+def test_no_number_is_read_from_the_device(cls: type[Automatic]) -> None:
+    """transformers 36861: a count read in each cycle cost throughput. `skip_non_finite` says that it asks once."""
+    strategies: dict[str, Any] = {
+        "theirs": "auto",
+        "ours": GACPStrategy(CYCLE, num_items="labels"),
+        "asking": GACPStrategy(CYCLE, num_items="labels", skip_non_finite=True),
+    }
+    reads = {}
+    for name, strategy in strategies.items():
+        with _ReadsOfNumbers() as mode:
+            quiet_trainer(strategy=strategy).fit(cls(), loader(ragged_batches([*LENGTHS[:-1], 80])))
+        reads[name] = mode.count
+    assert reads["ours"] == reads["theirs"] and reads["asking"] == reads["theirs"] + 3
+
+
+# ---------------------------------------------------------------- the loss stays the module's own
+
+
+class _LossInOutput(torch.autograd.Function):
+    """Two outputs from one function: to scale one of them in place is an error of torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Any:
+        both = torch.stack([loss, loss])
+        return both[0], both[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0] + grads[1]
+
+
+class KeepsLoss(Automatic):
+    def __init__(self, manual: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = not manual
+        self.kept: list[tuple[Tensor, float]] = []
+        self.shown: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = _LossInOutput.apply(self.loss(self.net, batch))[0]  # type: ignore[no-untyped-call]
+        self.kept.append((loss.detach(), loss.item()))  # the same memory, and the value
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.shown.append(outputs["loss"].item())
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_loss_that_is_a_view_is_not_scaled_in_place(manual: bool) -> None:
+    """unsloth: "a view was modified in place"; nor is what callbacks are shown, which Lightning has divided by 4."""
+    batches = ragged_batches(LENGTHS)
+    module = KeepsLoss(manual, dtype=torch.float64)
+    quiet_trainer(strategy=GACPStrategy(CYCLE, num_items="labels")).fit(module, loader(batches))
+    values = [value for _, value in module.kept]
+    assert [loss.item() for loss, _ in module.kept] == values
+    assert module.shown == [value if manual else value / CYCLE for value in values]
+    for found, wanted in zip(module.seen, reference_run(batches, CYCLE, dtype=torch.float64)[0], strict=True):
+        assert relative_error(found, wanted) < 1e-12
