@@ -174,7 +174,10 @@ class CycleBooks(_Base):
 
     def _uncount_step(self) -> None:
         """Takes back a step that Lightning counts after this hook, and that was none."""
-        counted = self._trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        loop = self._trainer.fit_loop.epoch_loop
+        counted = loop.automatic_optimization.optim_progress.optimizer.step
+        if self._manual:
+            counted = loop.manual_optimization.optim_step_progress
         for progress in (counted.total, counted.current):
             progress.ready -= 1
             progress.completed -= 1

@@ -28,6 +28,10 @@ from lightning_gacp.accumulation.gradients import SetAside
 _STATE = ("steps", "backwards", "_holds_earlier", "_dirty", "_consumed", "_zeroes_every_time")
 
 
+class NothingToStep(Exception):
+    """Leaves the optimizer's step from inside its closure."""
+
+
 class CycleView(Protocol):
     """What a gate needs to know about the cycle; the strategy is it."""
 
@@ -151,9 +155,19 @@ class OptimizerGate:
         return self._for_real(step, None if closure is None else lambda: output, **kwargs)
 
     def _step_ungated(self, step: Callable[..., Any], closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        if closure is None and not self._cycle.ready_to_step(self) and all(p.grad is None for p in self.parameters):
-            return None
-        return self._for_real(step, closure, **kwargs)
+        if closure is None:
+            return None if self._has_nothing_to_step() else self._for_real(step, None, **kwargs)
+
+        def checked() -> Any:
+            output = closure()
+            if self._has_nothing_to_step():
+                raise NothingToStep
+            return output
+
+        return self._for_real(step, checked, **kwargs)
+
+    def _has_nothing_to_step(self) -> bool:
+        return not self._cycle.ready_to_step(self) and all(p.grad is None for p in self.parameters)
 
     def _for_real(self, step: Callable[..., Any], closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         with self.let_through():

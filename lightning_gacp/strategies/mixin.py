@@ -29,16 +29,13 @@ from lightning_gacp.strategies.advice import (
     say_what_changes_nothing,
 )
 from lightning_gacp.strategies.fetching import CountingIterator, fetches_itself
+from lightning_gacp.strategies.gates import NothingToStep
 from lightning_gacp.strategies.grad_dtype import accumulate_in, cast_to_own
 from lightning_gacp.strategies.schedulers import follow_schedulers_again
 from lightning_gacp.strategies.set_up import TOTAL, SetUp
 from lightning_gacp.strategies.settings import Settings
 
 _NOTHING = nullcontext()
-
-
-class _NothingToStep(Exception):
-    """Leaves the optimizer's step from inside its closure."""
 
 
 class AccumulationMixin(SetUp):
@@ -282,7 +279,7 @@ class AccumulationMixin(SetUp):
             self._give_back_kept()
             if not self._manual:
                 if not self.ready_to_step(gate):
-                    raise _NothingToStep
+                    raise NothingToStep
                 if result is None and self._cycle.items > 0:
                     # The last micro-batch gave no loss. The precision plugin reads `None` as "no gradients": there
                     # are some.
@@ -290,7 +287,7 @@ class AccumulationMixin(SetUp):
                 elif result is None and trainer.accumulate_grad_batches > 1:
                     # Nor did any other: no step, so no move of the schedule. (In cycles of 1 Lightning makes both.)
                     self._step_skipped = True
-                    raise _NothingToStep
+                    raise NothingToStep
             if gate is not None and self.settings.grad_dtype is not None:
                 cast_to_own(gate.parameters)
             return result
@@ -306,8 +303,8 @@ class AccumulationMixin(SetUp):
                 scaled = getattr(self.precision_plugin, "scaler", None) is not None
                 gate.skipped = scaled and not gate.stepped_for_real
             self._step_skipped = gate is not None and all(each.skipped is not False for each in self._gates)
-        except _NothingToStep:
-            for other in self._gates:
+        except NothingToStep:
+            for other in () if self._manual else self._gates:
                 for parameter in other.parameters:
                     parameter.grad = None
             self._uncount_step()

@@ -21,6 +21,7 @@ from tests.strategies.models import (
     loader,
     loss_of,
     make_net,
+    masked_mean,
     quiet_trainer,
     ragged_batches,
     reference_run,
@@ -233,3 +234,54 @@ def test_a_loss_that_is_a_view_is_not_scaled_in_place(manual: bool) -> None:
     assert module.shown == [value if manual else value / CYCLE for value in values]
     for found, wanted in zip(module.seen, reference_run(batches, CYCLE, dtype=torch.float64)[0], strict=True):
         assert relative_error(found, wanted) < 1e-12
+
+
+# ---------------------------------------------------------------- nothing to step with
+
+
+class ByClosure(Manual):
+    """Runs its backward in a closure; a loss may be NaN by itself, or as a mean over no items."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(self.net, batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure=closure)
+
+
+def masked_mean_or_nan(net: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return masked_mean(net, batch) * (float("nan") if batch.get("overflows") else 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:A cycle of .* had no items at all:UserWarning")
+@pytest.mark.filterwarnings("ignore:.* lost. a loss or a gradient of the cycle is infinite or NaN:UserWarning")
+@pytest.mark.parametrize("cycle", [1, 2])
+@pytest.mark.parametrize("cls", [*BOTH, ByClosure])
+@pytest.mark.parametrize(
+    "unusable",
+    [ragged_batches([0, 0]), [{**batch, "overflows": True} for batch in ragged_batches([4, 5])]],
+    ids=["no items", "not finite"],
+)
+def test_a_cycle_without_a_usable_loss_is_as_if_it_had_not_been(
+    unusable: Any, cls: type[Automatic], cycle: int
+) -> None:
+    """torchtune 2341, automodel 3796: NaN, or a step of weight decay alone."""
+
+    class Module(cls):  # type: ignore[misc,valid-type]
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
+
+    usable = ragged_batches([6, 2, 9, 4])
+    weights = []
+    for batches in (usable, [*usable[:2], *unusable, *usable[2:]]):
+        module = Module(dtype=torch.float64, loss=masked_mean_or_nan)
+        trainer = quiet_trainer(strategy=GACPStrategy(cycle, num_items="labels", skip_non_finite=True))
+        trainer.fit(module, loader(batches))
+        assert trainer.global_step == len(module.seen) == len(usable) // cycle
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in module.parameters()]))
+    assert torch.equal(*weights)
