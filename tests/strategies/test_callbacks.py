@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,13 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.multiprocessing import ProcessRaisedException
 
-from lightning_gacp import GACPStrategy
+from lightning_gacp import GACPDDPStrategy, GACPStrategy
 from strategies.models import HIDDEN, Automatic, Manual, loader, loss_of, quiet_trainer, ragged_batches
 from strategies.parity import ListLogger
 
@@ -250,6 +253,53 @@ def test_stochastic_weight_averaging_with_batch_norm(cycle):
     for other in states[1:]:
         for key, value in states[0].items():
             torch.testing.assert_close(other[key], value, rtol=1e-5, atol=1e-6)
+
+
+class _Crashing(_Normed):
+    crash_at: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.crash_at == self.current_epoch:
+            raise ArithmeticError("the crash")
+        return super().training_step(batch, batch_idx)
+
+
+class _NothingLeftOver(Callback):
+    """Lightning steps once more with the gradients of the last cycle, in the pass for the statistics."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.fit_loop._skip_backward:
+            pl_module.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(("cycle", "crash_at"), [(1, 3), (2, 1)])
+def test_stochastic_weight_averaging_resumed_on_launched_ranks(cycle: int, crash_at: int, tmp_path: Path) -> None:
+    """A crash inside the averaging, and one before it begins: the error arrives, and what follows is as Lightning's."""
+
+    def run(strategy: Any, path: Path, crash_at: int | None = None, ckpt_path: Any = None) -> dict[str, Tensor]:
+        module = _Crashing()
+        module.crash_at = crash_at
+        swa = StochasticWeightAveraging(0.1, swa_epoch_start=2, annealing_epochs=1)
+        trainer = quiet_trainer(
+            strategy=strategy,
+            devices=2,
+            callbacks=[swa, _NothingLeftOver(), ModelCheckpoint(path)],
+            enable_checkpointing=True,
+            max_epochs=4,
+            accumulate_grad_batches=cycle,
+        )
+        trainer.fit(module, loader(ragged_batches(LENGTHS[:8])), ckpt_path=ckpt_path)
+        return module.state_dict()
+
+    states = []
+    for cls, options in ((DDPStrategy, {}), (GACPDDPStrategy, {"num_items": None})):
+        path = tmp_path / cls.__name__
+        with pytest.raises(ProcessRaisedException, match="ArithmeticError: the crash"):
+            run(cls(start_method="fork", **options), path, crash_at)
+        (checkpoint,) = path.iterdir()
+        states.append(run(cls(start_method="fork", **options), path, ckpt_path=checkpoint))
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=1e-5, atol=1e-6)
 
 
 def test_the_raw_optimizer_in_the_pass_for_the_statistics():
