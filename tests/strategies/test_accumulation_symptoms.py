@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gacp import GACPStrategy
 from tests.strategies.models import (
@@ -118,6 +121,38 @@ def test_a_batch_cut_inside_the_step_is_one_micro_batch(trailing: bool) -> None:
     expected, net = reference_run(batches, CYCLE, epochs=2, dtype=torch.float64)
     assert trainer.global_step == len(module.seen) == len(expected)
     assert relative_error(list(module.net.parameters()), list(net.parameters())) < 1e-12
+
+
+# ---------------------------------------------------------------- a stream without an end
+
+
+class ToldTotal(Automatic):
+    def training_step(self, batch: Any, batch_idx: int, num_items_in_batch: float) -> Any:
+        return loss_of(self.net, batch, "sum") / num_items_in_batch
+
+
+@pytest.mark.parametrize("cls", [*BOTH, ToldTotal])
+def test_an_endless_stream_ends_with_max_steps(cls: type[Automatic]) -> None:
+    """transformers 8859, 26541: training on a stream never ended, or stopped short. Looking ahead reads one cycle."""
+    batches = ragged_batches(LENGTHS)
+    fetched: list[Any] = []
+
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for batch in itertools.cycle(batches):
+                fetched.append(batch)
+                yield batch
+
+    module = cls(dtype=torch.float64)
+    data: Any = DataLoader(Endless(), batch_size=None)
+    trainer = quiet_trainer(strategy=GACPStrategy(CYCLE, num_items="labels"), max_epochs=-1, max_steps=3)
+    trainer.fit(module, data)
+    assert trainer.global_step == len(module.seen) == 3
+    for found, wanted in zip(
+        module.seen, reference_run((batches * 2)[:12], CYCLE, dtype=torch.float64)[0], strict=True
+    ):
+        assert relative_error(found, wanted) < 1e-12
+    assert 12 <= len(fetched) <= 12 + 1 + CYCLE  # Lightning fetches one more where the length is not known
 
 
 # ---------------------------------------------------------------- memory and speed
