@@ -94,7 +94,8 @@ class _KeepingCopies(_CachingTorchDispatchMode):  # type: ignore[no-untyped-call
 
     def _copy_kept(self, changed: Any) -> None:
         storages = {_storage(leaf) for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)}
-        for kept in pytree.tree_leaves([list(entries.values()) for entries in self.storage.values()]):
+        # Per operation, torch keeps a list of outputs or, in later versions, a dict.
+        for kept in pytree.tree_leaves(list(self.storage.values())):
             value = getattr(kept, "val", None)  # others are marks of what is to be recomputed
             if isinstance(value, torch.Tensor) and _storage(value) in storages:
                 kept.val = value.clone()
@@ -111,6 +112,10 @@ def _is_view(operation: Any) -> bool:
     return schema is not None and any(returned.alias_info is not None for returned in schema.returns)
 
 
+# Answers that ask for offload; not every torch has them.
+_OFFLOADS = tuple(policy for policy in CheckpointPolicy if policy.name.endswith("_CPU_OFFLOAD"))
+
+
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -121,7 +126,7 @@ def _ask(policy: PolicyFunction, *args: Any, **kwargs: Any) -> CheckpointPolicy 
         # Replayed, what was kept of a change would change nothing, and a kept view would be of nothing.
         return CheckpointPolicy.PREFER_RECOMPUTE
     answer = policy(*args, **kwargs)
-    if answer in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
+    if answer in _OFFLOADS:
         raise ValueError(
             f"The `policy` function returned `{answer}`, which torch treats as a recomputation unless it compiles. "
             "Return `CheckpointPolicy.MUST_SAVE` or `CheckpointPolicy.PREFER_RECOMPUTE`, or use `offload=True`.",
