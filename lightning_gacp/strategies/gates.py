@@ -50,6 +50,9 @@ class CycleView(Protocol):
     def has_one_optimizer(self) -> bool:
         """Whether no other optimizer's loss can leave gradients here."""
 
+    def has_lost_gradients(self, gate: OptimizerGate) -> bool:
+        """Whether another optimizer's step has set gradients of common parameters aside, and no backward came since."""
+
     def gradients_are_views(self) -> bool:
         """Whether ``.grad`` may be a view of memory that others write."""
 
@@ -64,6 +67,7 @@ class OptimizerGate:
         stepped_now: Whether the module called ``step`` in this micro-batch.
         stepped_for_real: Whether the optimizer really stepped in this micro-batch.
         skipped: Whether its step at the end of the cycle was skipped; ``None`` before it.
+        took: Whether ``step`` has set gradients aside, and no backward has run since.
     """
 
     def __init__(self, optimizer: Optimizer, cycle: CycleView) -> None:
@@ -98,6 +102,7 @@ class OptimizerGate:
         self.stepped_now = False
         self.stepped_for_real = False
         self.skipped: bool | None = None
+        self.took = False
         self._backward_now = False
 
     @property
@@ -108,7 +113,7 @@ class OptimizerGate:
     def note_backward(self) -> None:
         """A backward runs: whatever is in ``.grad`` may change."""
         self._dirty = True
-        self._consumed = False
+        self._consumed = self.took = False
         if not self._backward_now:
             self._backward_now = True
             self.backwards += 1
@@ -145,6 +150,14 @@ class OptimizerGate:
             with torch.enable_grad():
                 output = closure()
         if not self._cycle.closes_cycle():
+            if self._cycle.has_lost_gradients(self):
+                raise MisconfigurationException(
+                    f"`{type(self.optimizer).__name__}.step()` came after that of another optimizer with parameters in"
+                    " common, for one backward, in a cycle of several micro-batches: their gradients are kept for one"
+                    " of the two. Give each parameter to one optimizer, call `zero_grad` and `self.manual_backward`"
+                    " between the steps, or set `accumulate_grad_batches=1`."
+                )
+            self.took = True
             self.aside.take(self.parameters, copy=self._cycle.gradients_are_views())
             self._holds_earlier = self._dirty = False
             return output

@@ -196,6 +196,12 @@ class MicroBatches(CycleBooks):
         """Whether the micro-batch that runs is the last one of its cycle."""
         return self._current is not None and self._current.last
 
+    def has_lost_gradients(self, gate: OptimizerGate) -> bool:
+        """Whether another optimizer's step has set gradients of common parameters aside, and no backward came since."""
+        others = [other for other in self._gates if other is not gate and other.took]
+        own = {id(parameter) for parameter in gate.parameters} if others else set()
+        return any(id(parameter) in own for other in others for parameter in other.parameters)
+
     def _before_clipping(self, optimizer: Optimizer) -> bool:
         if self.skips_steps():
             return False

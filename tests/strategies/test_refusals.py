@@ -205,6 +205,34 @@ def test_optimizers_at_two_frequencies() -> None:
         fit(Module())
 
 
+@pytest.mark.parametrize("between", [False, True])
+def test_optimizers_with_parameters_in_common(between: bool) -> None:
+    """One backward cannot be kept for both; where each step has a backward of its own, each has its gradients."""
+
+    class Module(Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            first.zero_grad()
+            if not between:
+                second.zero_grad()
+            self.manual_backward(self.loss(self.net, batch))
+            first.step()
+            if between:
+                second.zero_grad()
+                self.manual_backward(self.loss(self.net, batch))
+            second.step()
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[2:].parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.05)]
+
+    if between:
+        assert fit(Module()).global_step == 4
+    else:
+        with pytest.raises(MisconfigurationException, match="another optimizer with parameters in common"):
+            fit(Module())
+        assert fit(Module(), accumulate_grad_batches=1).global_step == 8
+
+
 def test_two_losses_with_different_counts() -> None:
     class Module(Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:
