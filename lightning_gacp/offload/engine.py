@@ -10,14 +10,19 @@ Note: [Who may touch which buffer when]
 
 Note: [One lock]
     Backward runs in threads of its own, several at once. All that is in `outbound`, `inbound`, `order` and `transfers`
-    is only touched under the engine's lock. It is reentrant, because a finaliser of the application may run a backward
-    while this thread is inside the engine. Our own finaliser needs no lock: see [Finalisers only append] in `records`.
+    is only touched under the engine's lock. Our own finaliser needs no lock: see [Finalisers only append] in `records`.
+
+    Inside the engine the collector, or a signal, may run code of the application in the same thread. The lock is
+    reentrant, so this code may ask for `stats()` or take the offload off. But at that moment nothing here is in order:
+    a forward or a backward of an offloaded block is refused then, and what dead graphs have left is given back later.
+    (It must not wait for a backward in another thread, such as that of a GPU, which waits for the lock.)
 """
 
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +37,11 @@ from lightning_gacp.offload.records import Geometry, HostCopy, Kept, Offloaded, 
 from lightning_gacp.offload.statistics import Counters, Stats
 from lightning_gacp.offload.transfers import Transfers
 from lightning_gacp.watching import Watch
+
+_INTERRUPTED = (
+    "A finaliser or a signal handler has interrupted activation offload and uses an offloaded model. What is under way "
+    "would be spoiled. Let the finaliser or the handler only make a note, and use the model later."
+)
 
 
 class OffloadEngine:
@@ -52,6 +62,7 @@ class OffloadEngine:
     ) -> None:
         self.device = device
         self._lock = threading.RLock()
+        self._inside = False
         self._graveyard: deque[HostCopy] = deque()
         self._order = Order()
         self._count = Counters()
@@ -78,8 +89,7 @@ class OffloadEngine:
 
     def begin(self, block: int) -> Call:
         """Start a call of block number ``block``, whose saved tensors will be packed."""
-        with self._lock:
-            self.drain()
+        with self._alone():
             return self._order.begin(self, block)
 
     def pack(self, call: Call, tensor: Tensor, keep_because: str | None) -> Kept | Offloaded:
@@ -90,8 +100,7 @@ class OffloadEngine:
             tensor: Is not held in any form that the graph could own.
             keep_because: Why it has to stay on the device, or ``None`` to move it.
         """
-        with self._lock, torch.no_grad():
-            self.drain()
+        with self._alone(), torch.no_grad():
             if keep_because is None:
                 record = self._out.record_of(call, tensor)
                 if record is not None:
@@ -109,8 +118,7 @@ class OffloadEngine:
         Raises:
             RuntimeError: The tensor was changed in place after it was saved, as autograd without hooks says it.
         """
-        with self._lock, torch.no_grad():
-            self.drain()
+        with self._alone(), torch.no_grad():
             if isinstance(saved, Offloaded):
                 return self._in.serve(saved)
             tensor, version = saved.tensor, saved.tensor._version
@@ -121,15 +129,31 @@ class OffloadEngine:
 
     def drain(self) -> None:
         """Give back what dead graphs have left. Called at every pack and unpack, and by whoever wants it sooner."""
-        while self._graveyard:
-            with self._lock:
-                try:
+        with self._lock:
+            if not self._inside:
+                with self._alone():
+                    pass
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock, after what dead graphs have left is given back.
+
+        Raises:
+            RuntimeError: This thread is inside the engine already.
+        """
+        with self._lock:
+            if self._inside:
+                raise RuntimeError(_INTERRUPTED)
+            try:
+                self._inside = True
+                while self._graveyard:
                     copy = self._graveyard.popleft()
-                except IndexError:  # another thread was faster
-                    return
-                if copy in self._in.arriving.copies:
-                    self._in.drop(copy, Site.DROPPED_DEAD)
-                self._out.bury(copy)
+                    if copy in self._in.arriving.copies:
+                        self._in.drop(copy, Site.DROPPED_DEAD)
+                    self._out.bury(copy)
+                yield
+            finally:
+                self._inside = False
 
     def __del__(self) -> None:
         """Let nothing go before its copy is over. Nobody else can be inside the engine now, so this needs no lock."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import random
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -225,6 +229,106 @@ def test_the_collector_runs_in_the_middle_of_the_engine(moment: str, monkeypatch
     device.finish()
     assert device.races == []
     gc.collect()
+    assert_empty(applied)
+
+
+class Finalised:
+    """Calls a function when it dies."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+
+    def __del__(self) -> None:
+        self.function()
+
+
+def step_with_a_collection_at_line(line: int, make_garbage: Callable[[nn.Module], Any]) -> tuple[int, AppliedOffload]:
+    """Train one step, with a collection before one of the lines that it runs in the engine, and count these lines."""
+    plain, model, device = build("LoRA"), build("LoRA"), SimulatedDevice(line)
+    applied = offload_blocks(model, "blocks.*", min_bytes=1, keep_last=0, device=device)
+    lines = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if event == "line" and lines == line:
+            sys.settrace(None)
+            assert gc.collect() > 0
+        return count
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        return count if ENGINE in frame.f_code.co_filename else None
+
+    plain(batch()).square().sum().backward()
+    before = sys.gettrace()
+    with device:
+        garbage: list[Any] = [make_garbage(model)]
+        garbage.append(garbage)
+        del garbage
+        try:
+            sys.settrace(enter)
+            model(batch()).square().sum().backward()
+        finally:
+            sys.settrace(before)
+    device.finish()
+    assert same(gradients(plain), gradients(model))
+    assert device.races == []
+    gc.collect()
+    return lines, applied
+
+
+ENGINE = str(Path("lightning_gacp", "offload"))
+MOMENTS = range(12)
+
+
+@pytest.fixture(scope="module")
+def lines() -> int:
+    """How many lines of the engine a step runs."""
+    return step_with_a_collection_at_line(0, lambda model: model(batch(7)))[0]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_collector_frees_a_graph_at_any_line_of_the_engine(moment: int, lines: int) -> None:
+    at = random.Random(moment).randrange(1, lines)
+    assert_empty(step_with_a_collection_at_line(at, lambda model: model(batch(7)))[1])
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_finaliser_that_runs_a_backward_at_any_line_of_the_engine_spoils_nothing(moment: int, lines: int) -> None:
+    """Either it comes between two calls of the engine, and gets its gradient, or it is refused."""
+    outcomes: list[Any] = []
+
+    def garbage(model: nn.Module) -> Finalised:
+        end, weight = model(batch(7)).sum(), model.blocks[0].up.weight
+
+        def late_backward() -> None:
+            try:
+                outcomes.extend(torch.autograd.grad(end, weight))
+            except RuntimeError as error:
+                outcomes.append(str(error))
+
+        return Finalised(late_backward)
+
+    at = random.Random(moment).randrange(1, lines)
+    assert_empty(step_with_a_collection_at_line(at, garbage)[1])
+    plain = build("LoRA")
+    (expected,) = torch.autograd.grad(plain(batch(7)).sum(), plain.blocks[0].up.weight)
+    (outcome,) = outcomes
+    if isinstance(outcome, str):
+        assert outcome.startswith("A finaliser or a signal handler has interrupted activation offload")
+    else:
+        assert torch.equal(outcome, expected)
+
+
+def test_a_finaliser_inside_of_the_engine_may_ask_for_statistics_and_remove_the_offload() -> None:
+    model, device, applied = offloaded()
+    with device:
+        graph = model(batch())
+        with applied.engine._alone():
+            assert applied.engine.stats()["live_records"] > 0
+            del graph
+            applied.remove()
+            assert applied.engine.stats()["live_records"] > 0, "what the graph has left is given back later"
     assert_empty(applied)
 
 
