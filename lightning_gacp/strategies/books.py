@@ -165,6 +165,11 @@ class CycleBooks(_Base):
         """Whether a micro-batch of training runs (stochastic weight averaging runs some without a backward)."""
         return self._current is not None and self._training
 
+    @property
+    def _alone(self) -> bool:
+        """Whether the micro-batch that runs is a whole cycle: what it leaves is left as Lightning leaves it."""
+        return self._current is not None and self._current.length == 1
+
     # ---------------------------------------------------------------- ends of cycles
 
     @property
@@ -249,7 +254,7 @@ class CycleBooks(_Base):
 
     def _forget(self) -> None:
         """Drops a cycle that was not stepped with, and its gradients."""
-        unfinished = self._cycle.micro_batches > 0 and not self._finished
+        unfinished = self._cycle.micro_batches > 0 and not self._finished and not self._alone
         self._start_cycle()
         if unfinished:
             for gate in self._gates:

@@ -123,7 +123,7 @@ class AccumulationMixin(SetUp):
         """Says what is lost with the cycle that was interrupted, unless a checkpoint has just carried it away."""
         super().on_exception(exception)
         carried = self._carried == (self._cycles, self._cycle.micro_batches)
-        running = self._cycle.closed and not self._finished and not self._has_stepped
+        running = self._cycle.closed and not self._finished and not self._has_stepped and not self._alone
         refused = isinstance(exception, MisconfigurationException)
         if self._fitting and not refused and (running or (self._cycle.open and not carried)):
             with warnings.catch_warnings():

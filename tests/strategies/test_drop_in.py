@@ -124,3 +124,42 @@ def test_scheduler_with_a_step_that_is_no_method() -> None:
     assert seen == [(7,)]
     release_scheduler(scheduler)
     assert type(scheduler) is Static
+
+
+class Interrupted(BoringModel):
+    """Ends the run between the backward and the step of the third batch."""
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(output["loss"])
+            optimizer.step()
+        return output
+
+    def on_after_backward(self) -> None:
+        if self.global_step == 2:
+            raise ArithmeticError("a look at the gradients")
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_exception_without_accumulation_leaves_the_gradients_and_says_nothing(
+    automatic: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Whoever looks for the cause finds what Lightning leaves: nothing had been gathered that could be lost."""
+    left = []
+    for strategy in ("auto", "gacp"):
+        torch.manual_seed(1)
+        model = Interrupted(automatic)
+        trainer = Trainer(strategy=strategy, max_epochs=1, limit_train_batches=4, limit_val_batches=0, **QUIET)
+        with pytest.raises(ArithmeticError, match="a look"):
+            trainer.fit(model)
+        left.append(model.layer.weight.grad)
+    assert left[0] is not None and left[1] is not None
+    assert torch.equal(left[0], left[1])
+    assert not [warning for warning in recwarn if "lost" in str(warning.message)]
