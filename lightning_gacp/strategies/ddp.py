@@ -88,11 +88,11 @@ class GACPDDPStrategy(SumsOnHost, AccumulationMixin, DDPStrategy):
         return isinstance(self.model, DistributedDataParallel) and self.model.gradient_as_bucket_view
 
     def _backward_without_items(self, loss: Tensor, optimizer: Optimizer | None) -> None:
-        """Takes part in the all-reduce with zeros, from a graph that reaches every parameter."""
+        """Takes part in the all-reduce with zeros, from a graph that reaches every parameter that is in use."""
         model = self.model
         if not isinstance(model, DistributedDataParallel) or not model.require_backward_grad_sync:
             return
-        zero = zero_loss(model.parameters())
+        zero = zero_loss(self._in_use(model))
         if self._manual or not model.static_graph:
             # With the graph of `loss`, the reducer would take the parameters that are not in it for done.
             prepare_for_backward(model, zero)
@@ -103,6 +103,18 @@ class GACPDDPStrategy(SumsOnHost, AccumulationMixin, DDPStrategy):
             # this backward did not pass through that forward.
             model._static_graph_delay_allreduce_enqueued = True
             model.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+
+    def _in_use(self, model: DistributedDataParallel) -> list[Tensor]:
+        """The parameters that this cycle has reached, where the reducer looks for those that nobody uses; else all.
+
+        Zeros in the place of no gradient would let the optimizer decay what is used on no rank.
+        """
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not model.find_unused_parameters:
+            return parameters
+        aside = {parameter for gate in self._gates for parameter in gate.aside.parameters()}
+        used = [parameter for parameter in parameters if parameter.grad is not None or parameter in aside]
+        return used or parameters[:1]  # the reduction starts at the first of them
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:

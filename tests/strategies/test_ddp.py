@@ -16,9 +16,11 @@ from tests.strategies.models import (
     VOCABULARY,
     Automatic,
     Manual,
+    big_batch_gradients,
     count,
     loader,
     loss_of,
+    make_net,
     masked_mean,
     quiet_trainer,
     ragged_batches,
@@ -177,6 +179,56 @@ def test_parameters_that_only_some_micro_batches_use_are_reduced() -> None:
         for (_, used), (seen, reductions) in found.items():
             assert len(seen) == reductions == 3
             for step, wanted in zip(seen, expected[used], strict=True):
+                assert relative_error([torch.from_numpy(g) for g in step], wanted) < 1e-12
+
+
+class _Idle:
+    """A layer that no micro-batch goes through, and an optimizer that moves whatever has a gradient."""
+
+    def __init__(self: Any) -> None:
+        super().__init__(dtype=torch.float64, loss=masked_mean)  # type: ignore[call-arg]
+        self.idle = torch.nn.Linear(2, 2, dtype=torch.float64)
+
+    def configure_optimizers(self: Any) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.5)
+
+
+class _AutomaticIdle(_Idle, Automatic):
+    pass
+
+
+class _ManualIdle(_Idle, Manual):
+    pass
+
+
+def _train_idle(rank: int) -> Any:
+    found = []
+    for cls in (_AutomaticIdle, _ManualIdle):
+        module = cls()
+        before = [p.detach().clone() for p in module.idle.parameters()]
+        strategy = _Counted(accumulate_grad_batches=3, num_items="labels", find_unused_parameters=True)
+        trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False)
+        trainer.fit(module, loader(BATCHES[rank]))
+        moved = any(not torch.equal(p, old) for p, old in zip(module.idle.parameters(), before, strict=True))
+        found.append((moved, [[g.numpy() for g in step] for step in module.seen], strategy.reductions))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified:UserWarning")
+def test_what_no_rank_uses_is_not_decayed_for_the_sake_of_a_micro_batch_without_items() -> None:
+    """Rank 1 ends one cycle without a target, and has none at all in another: zeros are no gradient of what is idle."""
+    net = make_net(torch.float64)
+    gradients = []
+    for start in range(0, len(BOTH), 6):
+        gradients.append(big_batch_gradients(net, BOTH[start : start + 6]))
+        with torch.no_grad():
+            for parameter, gradient in zip(net.parameters(), gradients[-1], strict=True):
+                parameter -= 0.1 * (gradient + 0.5 * parameter)
+    for found in on_ranks(_train_idle):
+        for moved, seen, reductions in found:
+            assert not moved
+            assert len(seen) == reductions == len(gradients)
+            for step, wanted in zip(seen, gradients, strict=True):
                 assert relative_error([torch.from_numpy(g) for g in step], wanted) < 1e-12
 
 
