@@ -109,7 +109,7 @@ class GACPDDPStrategy(SumsOnHost, AccumulationMixin, DDPStrategy):
 
         Zeros in the place of no gradient would let the optimizer decay what is used on no rank.
         """
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not model.find_unused_parameters:
             return parameters
         aside = {parameter for gate in self._gates for parameter in gate.aside.parameters()}
