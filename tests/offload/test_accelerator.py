@@ -82,6 +82,25 @@ def test_the_stand_in_misses_a_wait_that_the_code_leaves_out(site: Site, monkeyp
         assert run_on(double, "train LoRA", 1) != []
 
 
+def test_no_wait_is_issued_but_those_of_named_sites_and_none_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no site names, no mutation test switches off. (The stand-in has no wait of the host at all.)"""
+    double, model = Double(1), build("transformer")
+    applied = offload_blocks(model, "blocks.*", min_bytes=1, device=double.back_end)
+    refuse = monkeypatch.setattr
+    for owner, name in ((torch.accelerator, "synchronize"), (Tensor, "record_stream")):
+        refuse(owner, name, lambda *args, name=name: pytest.fail(f"`{name}` was called"))
+    issued: list[Any] = []
+    with standing_in(double, monkeypatch):
+        wait_event = torch.Stream.wait_event
+        refuse(torch.Stream, "wait_event", lambda self, event: (issued.append(event), wait_event(self, event)))
+        for step in range(2):
+            with double:
+                model(batch(step)).square().sum().backward()
+    waits = applied.engine.stats()["waits"]
+    assert len(issued) == sum(waits.values()) > 0
+    assert waits.keys() <= {site.name for site in Site}
+
+
 def test_what_the_stand_in_offers_is_there_in_torch() -> None:
     stream, event = torch.Stream(device="cpu"), torch.Event(device="cpu", enable_timing=True)
     assert all(callable(getattr(stream, name)) for name in ("wait_event", "__enter__", "__exit__"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_gacp.blocks import every_nth, find_blocks
 from lightning_gacp.checkpointing import checkpoint_blocks
 from lightning_gacp.offload import AppliedOffload, offload_blocks, offload_selected
+from lightning_gacp.offload.device import Site
 from lightning_gacp.offload.outbound import Outbound
+from lightning_gacp.offload.transfers import Transfers
 
 from .models import MODELS, Adapter, TransformerBlock, batch, build, gradients, same
 from .simulated import SimulatedDevice
@@ -104,23 +107,61 @@ def test_200_steps_grow_nothing_after_the_largest() -> None:
     model, device = build("branches"), SimulatedDevice(2)
     applied = offload_blocks(model, MODELS["branches"][1], min_bytes=1, keep_last=0, device=device)
     engine = applied.engine
-    sizes = []
+    chance = random.Random(2)
+    largest = {0: 700, 100: 900}
+    pinned, rest = [], []
     for step in range(200):
         with device:
-            model(batch(step, length=7 if step == 0 else 2 + step % 6)).sum().backward()
+            model(batch(step, length=largest.get(step) or chance.randrange(2, 700))).sum().backward()
         stats, order = engine.stats(), engine._order
-        sizes.append(
+        pinned.append((stats["host_slabs"], stats["host_bytes"], stats["peak_host_used_bytes"]))
+        rest.append(
             {
-                **{name: stats[name] for name in ("host_slabs", "host_bytes", "streams", "events")},
+                **{name: stats[name] for name in ("streams", "events")},
                 "device": (device.events, len(device.streams)),
                 "order": (len(order._following), len(order._learned), len(order._chain.calls)),
-                "engine": (len(engine._out._known), len(engine._graveyard)),
+                "engine": (len(engine._out._known), len(engine._graveyard), len(engine._in._wanted)),
             }
         )
         assert stats["live_records"] == 0 and stats["host_used_bytes"] == 0
         assert stats["in_flight_bytes"] == 0 and stats["arriving_bytes"] == 0
-    assert sizes[1:] == sizes[1:2] * 199
-    assert sizes[-1]["streams"] == 2 and sizes[-1]["device"][1] == 3
+    # Several slabs, and slots of every size that is no larger.
+    assert pinned == [pinned[0]] * 100 + [pinned[100]] * 100
+    assert 1 < pinned[0][0] < pinned[100][0]
+    # In the second step the order of the backward is known, so more may be under way at a time.
+    assert rest[1:] == rest[1:2] * 199
+    assert rest[-1]["streams"] == 2 and rest[-1]["device"][1] == 3
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_what_is_on_the_device_is_one_block_in_flight_and_the_blocks_that_are_brought_ahead(prefetch: int) -> None:
+    """Counted by who is alive, and not by what the engine says."""
+    model, device = Chain(), SimulatedDevice()
+    inputs_only(model, device, keep_last=0, prefetch=prefetch)
+    alive: list[StorageWeakRef] = []
+    in_forward, in_backward = [], []
+    start_in = Transfers.start_in
+
+    def watch_forward(module: nn.Module, args: tuple[Tensor]) -> None:
+        alive.append(StorageWeakRef(args[0].untyped_storage()))
+        in_forward.append(sum(not storage.expired() for storage in alive))
+
+    def watch_backward(self: Transfers, *args: Any) -> Tensor:
+        destination = start_in(self, *args)
+        alive.append(StorageWeakRef(destination.untyped_storage()))
+        in_backward.append(sum(not storage.expired() for storage in alive))
+        return destination
+
+    hooks = [block.register_forward_pre_hook(watch_forward) for block in model.blocks[1:]]
+    with device:
+        end = model(data())  # the first input is the caller's
+        for hook in hooks:
+            hook.remove()
+        alive.clear()
+        with patch.object(Transfers, "start_in", watch_backward):
+            end.sum().backward()
+    assert in_forward == [1, 2, 2, 2, 2], "the input of a block, and that of the block before"
+    assert len(in_backward) == 5 and max(in_backward) == prefetch + 1, "what is computed with, and what comes after"
 
 
 @pytest.mark.parametrize("tokens", [3072, 4000, 5001])
@@ -305,6 +346,28 @@ def test_slices_of_one_projection_share_one_copy() -> None:
     assert [way for way, _ in device.copies] == ["out", "in"]
 
 
+def test_what_was_handed_to_one_stream_is_not_handed_to_another_after_a_wrong_guess_for_that_one() -> None:
+    model, device = nn.Sequential(Adapter()), SimulatedDevice(6)
+    applied = offload_blocks(model, Adapter, min_bytes=1, keep_last=0, device=device)
+    inbound, other = applied.engine._in, device.compute_stream()
+    with device, patch.object(Outbound, "bound", 0):
+        end = model(torch.ones(3, WIDTH, requires_grad=True))
+        tanh = end.grad_fn.next_functions[1][0]
+        held = tanh._saved_result
+        (copy,) = [copy for copy in (record().copy for record in applied.engine._out._known.values()) if copy.handed]
+        device.order(other, device.default_stream)
+        with device.on(other):
+            inbound._expect(copy, inbound._moves.start_in(copy, other))
+            inbound.drop(copy, Site.DROPPED_EVICTED)
+            again = tanh._saved_result
+        device.order(device.default_stream, other)
+        assert held.data_ptr() != again.data_ptr() and torch.equal(held, again)
+        device.order(other, device.default_stream)
+    del held, again, end, tanh
+    device.finish()
+    assert device.races == []
+
+
 @pytest.mark.parametrize("limit", ["cap", "refused"])
 def test_when_host_memory_is_full_tensors_stay_on_the_device_and_it_is_said_once(
     limit: str, caplog: pytest.LogCaptureFixture
@@ -338,12 +401,52 @@ def test_without_device_memory_for_prefetching_tensors_come_on_demand() -> None:
     assert applied.engine.stats()["served"]["on demand"] > 0
 
 
-def test_stats_are_plain_data() -> None:
+def test_stats_are_plain_data_and_every_figure_is_right() -> None:
     device = SimulatedDevice()
     model = Chain()
-    applied = inputs_only(model, device)
+    applied = inputs_only(model, device, max_host_bytes=1 << 20)
+    size = BATCH * SEQUENCE * WIDTH * 4
     with device:
-        model(data()).sum().backward()
-    stats = applied.engine.stats()
+        for _ in range(2):
+            model(data()).sum().backward()
+        end = model(data())
+        stats = applied.engine.stats()
+        del end
     assert json.loads(json.dumps(stats)) == stats
-    assert stats["active"] is True and stats["waits"]["SOURCE_WRITTEN"] == stats["offloaded_tensors"]
+    # Of six inputs the last is kept; that of the block before it is in flight still when its backward comes.
+    assert stats == {
+        "active": True,
+        "offloaded_tensors": 3 * 5,
+        "offloaded_bytes": 3 * 5 * size,
+        "reloaded_tensors": 2 * 4,
+        "reloaded_bytes": 2 * 4 * size,
+        "reused_tensors": 0,
+        "reused_bytes": 0,
+        "kept_tensors": {"in one of the last blocks": 3},
+        "kept_bytes": {"in one of the last blocks": 3 * size},
+        "served": {"in flight": 2, "ahead": 2 * 4},
+        "dropped_reloads": 0,
+        "waits": {
+            "SOURCE_WRITTEN": 3 * 5,
+            "RELEASED_AT_BOUND": 3 * 4,
+            "RELEASED_TO_BACKWARD": 2,
+            "DESTINATION_FREE": 2 * 4,
+            "HOST_WRITTEN": 2 * 4,
+            "ARRIVED": 2 * 4,
+            "SLOT_READ": 2 * 4,
+        },
+        "in_flight_bytes": size,
+        "peak_in_flight_bytes": size,
+        "in_flight_bound_bytes": size,
+        "arriving_bytes": 0,
+        "peak_arriving_bytes": size,
+        "arriving_bound_bytes": 2 * size,
+        "live_records": 5,
+        "host_bytes": 1 << 16,
+        "host_used_bytes": 5 * 512,
+        "peak_host_used_bytes": 5 * 512,
+        "host_cap_bytes": 1 << 20,
+        "host_slabs": 1,
+        "streams": 2,
+        "events": device.events,
+    }
