@@ -84,7 +84,8 @@ class Recomputation:
         before = StateBefore(block)
         if before.is_lazy:
             return forward(*args, **kwargs)  # once: what this call makes, a recomputation would make again
-        call = _Call(self.name, forward, args, kwargs, template, before, self.watch)
+        gives_away = self._contexts is not None
+        call = _Call(self.name, forward, args, kwargs, template, before, self.watch, gives_away)
         contexts = None if self._contexts is None else partial(with_copies, self._contexts)
         output = self._checkpoint(call, tensors, early_stop=not before.has_inner_hooks, contexts=contexts)
         before.forget_unchanged(self._habits)
@@ -117,6 +118,7 @@ class _Call:
         template: Template,
         before: StateBefore,
         watch: Watch,
+        gives_away: bool,
     ) -> None:
         self._name = name
         self._forward = forward
@@ -125,22 +127,23 @@ class _Call:
         self._template = template
         self._before = before
         self._watch = watch
+        self._gives_away = gives_away
+        self._recomputed = False
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
             return self._forward(*args, **kwargs)
         self._before.refuse_changed_weights(self._name)
+        if self._recomputed and self._gives_away:
+            # Not all versions of torch notice: some would go on with the outputs that are left.
+            raise RuntimeError(
+                f"A second backward pass went through `{self._name}`. The outputs that a `policy` keeps are given "
+                'away in the first one; use `policy="full"` with `retain_graph` or double backward.',
+            )
+        self._recomputed = True
         with self._before.restored(), self._watch(RECOMPUTATION, None):
-            try:
-                return _call(self._forward, self._template, tensors)
-            except RuntimeError as error:
-                if "backward an extra time" not in str(error):
-                    raise
-                raise RuntimeError(
-                    f"A second backward pass went through `{self._name}`. The outputs that a `policy` keeps are given "
-                    'away in the first one; use `policy="full"` with `retain_graph` or double backward.',
-                ) from error
+            return _call(self._forward, self._template, tensors)
 
 
 def _call(forward: Callable[..., Any], template: Template, tensors: tuple[torch.Tensor, ...]) -> Any:
