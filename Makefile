@@ -53,9 +53,9 @@ benchmarks: $(READY)  ## print the figures that the README and the docs quote
 	$(BIN)/python benchmarks/checkpointing.py
 
 gpu: $(READY)  ## run the tests and the benchmark that need a GPU, in under 8 minutes
-	$(BIN)/python -m pip install -qq --no-deps torchtune trl psutil
+	-$(BIN)/python -m pip install -qq --no-deps torchtune trl psutil
 	timeout 120 $(BIN)/python -m pytest tests -m cuda -q; tested=$$?; \
-		$(BIN)/python benchmarks/offload.py --seconds 300 && exit $$tested
+		$(BIN)/python benchmarks/offload.py --seconds 280 && exit $$tested
 
 clean:  ## remove the environment and what tools left behind
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -106,8 +106,8 @@ def saved_on_cpu(model: Model, recompute: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def of_torchtune(model: Model) -> Iterator[None]:
     """torchtune's, around each forward, as in its recipes."""
-    model.around = lambda layer, x: checkpoint(layer, x, use_reentrant=False)
-    model.during_forward = torchtune_offloading().OffloadActivations()
+    offloading = torchtune_offloading().OffloadActivations()
+    model.around, model.during_forward = lambda layer, x: checkpoint(layer, x, use_reentrant=False), offloading
     try:
         yield
     finally:
@@ -117,10 +117,12 @@ def of_torchtune(model: Model) -> Iterator[None]:
 @contextlib.contextmanager
 def of_trl(model: Model) -> Iterator[None]:
     """TRL's, around each step, as in its trainers."""
+    from accelerate import PartialState
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
-    model.around = lambda layer, x: checkpoint(layer, x, use_reentrant=False)
-    model.during_step = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+    PartialState()  # else its warning about memory of the host is an error
+    offloading = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+    model.around, model.during_step = lambda layer, x: checkpoint(layer, x, use_reentrant=False), offloading
     try:
         yield
     finally:
@@ -164,14 +166,15 @@ def torchtune_offloading() -> ModuleType:
 
 
 VARIANTS: dict[str, Context] = {
-    "nothing": nothing,
-    "all, ours, fraction 0.5": lambda model: everything(model, 0.5),
-    "all, ours": lambda model: everything(model, 1.0),
-    "all, save_on_cpu": lambda model: saved_on_cpu(model, recompute=False),
     "checkpoint": recomputed,
     "inputs, ours": lambda model: recomputed(model, offload=True),
     "inputs, save_on_cpu (Hugging Face)": lambda model: saved_on_cpu(model, recompute=True),
     "inputs, torchtune": of_torchtune,
     "inputs, TRL": of_trl,
+    "nothing": nothing,
+    "all, ours, fraction 0.5": lambda model: everything(model, 0.5),
+    "all, ours": lambda model: everything(model, 1.0),
+    "all, save_on_cpu": lambda model: saved_on_cpu(model, recompute=False),
 }
+"""Each after what it is measured against."""
 AGAINST = {variant: "nothing" if variant.startswith("all") else "checkpoint" for variant in VARIANTS if "," in variant}
