@@ -14,6 +14,7 @@ from lightning_gacp.accumulation.gradients import scale_
 from lightning_gacp.strategies.books import Current, CycleBooks
 from lightning_gacp.strategies.finite import all_finite
 from lightning_gacp.strategies.gates import OptimizerGate
+from lightning_gacp.strategies.unwrapped import unwrapped
 
 # In these hooks a scheduler's `step` belongs to the micro-batch that runs; anywhere else (validation, end of an
 # epoch) it does not.
@@ -225,6 +226,6 @@ class MicroBatches(CycleBooks):
         if self.lightning_module._current_fx_name not in _BATCH_HOOKS or self._current is None:
             return True
         # One optimizer's step may be skipped, and another's of the same cycle not.
-        gate = self._gate_of(getattr(optimizer, "_optimizer", optimizer))
+        gate = self._gate_of(unwrapped(optimizer))
         skipped = self._step_skipped if gate is None or gate.skipped is None else gate.skipped
         return self._current.last and not skipped

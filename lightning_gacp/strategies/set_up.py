@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -26,6 +27,7 @@ from lightning_gacp.strategies.grad_dtype import accumulate_in, accumulate_in_ow
 from lightning_gacp.strategies.lookahead import LookAhead, is_stateful, shortest
 from lightning_gacp.strategies.scaling import ManualScaling
 from lightning_gacp.strategies.schedulers import gate_scheduler, release_scheduler
+from lightning_gacp.strategies.unwrapped import unwrapped
 
 TOTAL = "num_items_in_batch"
 
@@ -132,14 +134,16 @@ class SetUp(CycleCheckpoints):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        raw = [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
+        raw = [unwrapped(optimizer) for optimizer in optimizers]
         known = {id(gate.optimizer): gate for gate in self._gates}
         self._optimizers = optimizers
         view = weakref.proxy(self)
         self._gates = [known.get(id(optimizer)) or OptimizerGate(optimizer, view) for optimizer in raw]
         wrapped = []
-        for gate in self._gates:
-            optimizer = GACPOptimizer(gate.optimizer, gate if self._manual else None)
+        for gate, returned in zip(self._gates, optimizers, strict=True):
+            optimizer: Any = returned
+            if self._manual or not isinstance(returned, LightningOptimizer):
+                optimizer = GACPOptimizer(gate.optimizer, gate if self._manual else None)
             wrapped.append(GACPOptimizer._to_lightning_optimizer(optimizer, self))
         self._lightning_optimizers = wrapped
 

@@ -30,6 +30,7 @@ from lightning_gacp.strategies.sharded_checkpoint import (
     write_shards,
 )
 from lightning_gacp.strategies.single_device import register
+from lightning_gacp.strategies.unwrapped import unwrapped
 
 
 class _ZerosInto(torch.autograd.Function):
@@ -142,7 +143,7 @@ class GACPModelParallelStrategy(ShardedAccumulation, ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state for a checkpoint, also before its first step."""
-        raw = getattr(optimizer, "_optimizer", optimizer)
+        raw = unwrapped(optimizer)
         gate = next((gate for gate in self._gates if gate.optimizer is raw), None)
         stepped = gate is not None and gate.stepped_for_real
         with state_left_alone(raw), nullcontext() if gate is None else gate.let_through():
