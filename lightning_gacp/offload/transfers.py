@@ -75,8 +75,7 @@ class Transfers:
         Raises:
             torch.OutOfMemoryError: There is no device memory.
         """
-        with torch.inference_mode(False):
-            destination = self.device.allocate(copy.nbytes)
+        destination = self.device.allocate(copy.nbytes)
         _, into = self._side_streams()
         self._order_after(into, stream, Site.DESTINATION_FREE)
         self.wait(into, copy.copied, Site.HOST_WRITTEN)

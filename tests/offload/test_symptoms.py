@@ -81,6 +81,24 @@ def test_an_in_place_change_while_the_copy_is_under_way_is_autograds_error() -> 
             y.sum().backward()
 
 
+def test_an_in_place_change_of_what_is_in_flight_for_others_too_is_autograds_error() -> None:
+    """The first who asks must not get the changed tensor, even if nobody asks after."""
+
+    def squared(self: nn.Module, x: Tensor) -> Tensor:
+        self.__dict__["middle"] = y = x.exp()
+        return y * y
+
+    device = SimulatedDevice()
+    model, applied = apply(device, Steps(squared))
+    with device:
+        end = model(torch.ones(4, requires_grad=True)).sum()
+        middle = model[0].middle
+        assert applied.engine.stats()["in_flight_bytes"] > 0 < applied.engine.stats()["reused_tensors"]
+        middle.detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(end, middle)
+
+
 def test_an_in_place_change_seen_at_the_release_of_the_source_is_autograds_error() -> None:
     device = SimulatedDevice()
     model, applied = apply(device, Steps(lambda self, x: x.exp()), Steps(lambda self, x: x.exp()))

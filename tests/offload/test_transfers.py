@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import random
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import pytest
@@ -346,6 +347,64 @@ def test_slices_of_one_projection_share_one_copy() -> None:
     assert [way for way, _ in device.copies] == ["out", "in"]
 
 
+Between: TypeAlias = Callable[[Tensor, SimulatedDevice], Tensor]
+
+
+class Twice(nn.Module):
+    """Saves a tensor, lets something be done to it, and saves what that returns."""
+
+    def __init__(self, between: Between, device: SimulatedDevice) -> None:
+        super().__init__()
+        self.between, self.device = between, device
+
+    def forward(self, x: Tensor) -> Tensor:
+        saved = torch.ones(64).mul_(1)
+        return SaveAs.apply(SaveAs.apply(x, saved), self.between(saved, self.device))
+
+
+def doubled_behind_its_back(saved: Tensor, device: SimulatedDevice) -> Tensor:
+    """Its own handle on the memory, which counts changes for itself: one, as the other one has."""
+    other = saved.data
+    return other.mul_(2)
+
+
+def swapped(saved: Tensor, device: SimulatedDevice) -> Tensor:
+    """Gets new memory until that has the address of what was saved, if it can be had."""
+    address = saved.untyped_storage()._cdata
+    saved.data = torch.full((64,), 2.0)
+    device.finish()  # which knows of the old one until now
+    others: list[Tensor] = []
+    while len(others) < 100 and saved.untyped_storage()._cdata != address:
+        saved.data = torch.full((64,), 2.0)
+        others.append(saved.data)
+    return saved
+
+
+@pytest.mark.parametrize("between", [doubled_behind_its_back, swapped])
+def test_what_is_saved_again_as_something_else_is_not_taken_for_what_it_was(between: Between) -> None:
+    device = SimulatedDevice(7)
+    model = nn.Sequential(Twice(between, device))
+    applied = offload_blocks(model, Twice, min_bytes=1, keep_last=0, device=device)
+    with device, patch.object(Outbound, "bound", 0):
+        for _ in range(5):
+            end = model(torch.ones(3, requires_grad=True))
+            (second,) = end.grad_fn.saved_tensors
+            assert torch.equal(second, torch.full((64,), 2.0))
+            del end, second
+    assert applied.engine.stats()["reused_tensors"] == 0
+
+
+def test_a_copy_that_cannot_be_started_keeps_no_host_memory() -> None:
+    model, device = nn.Sequential(Adapter()), SimulatedDevice()
+    applied = offload_blocks(model, Adapter, min_bytes=1, keep_last=0, device=device)
+    for name in ("wait", "copy", "record"):
+        lost = RuntimeError("the device is lost")
+        with device, patch.object(device, name, side_effect=lost), pytest.raises(RuntimeError, match=str(lost)):
+            model(torch.ones(3, WIDTH))
+        stats = applied.engine.stats()
+        assert stats["host_bytes"] > 0 == stats["host_used_bytes"] == stats["in_flight_bytes"] == stats["live_records"]
+
+
 @pytest.mark.parametrize("wrong_guess", [False, True])
 def test_what_was_handed_to_one_stream_is_not_handed_to_another(wrong_guess: bool) -> None:
     """Nor after a reload for that one which nobody used."""
@@ -402,6 +461,39 @@ def test_without_device_memory_for_prefetching_tensors_come_on_demand() -> None:
         model(data()).sum().backward()
     assert same(gradients(plain), gradients(model))
     assert applied.engine.stats()["served"]["on demand"] > 0
+
+
+class Exponential(nn.Module):
+    """Saves its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+
+def test_a_wrong_guess_makes_room_for_what_is_needed_when_device_memory_is_short() -> None:
+    model, device = nn.Sequential(*(Exponential() for _ in range(3))), SimulatedDevice(0, device_bytes=64)
+    applied = offload_blocks(model, Exponential, min_bytes=1, keep_last=0, device=device)
+    inputs = [torch.ones(count, requires_grad=True) for count in (16, 8, 8)]
+    with device, patch.object(Outbound, "bound", 0):
+        ends = [block(x).sum() for block, x in zip(model, inputs, strict=True)]
+        for index in (2, 0, 1):  # after the last, the second is guessed, and both of them would be too much
+            ends[index].backward()
+            assert torch.equal(inputs[index].grad, torch.ones_like(inputs[index]).exp())  # type: ignore[arg-type]
+    stats = applied.engine.stats()
+    assert stats["waits"]["DROPPED_EVICTED"] == stats["dropped_reloads"] == 1
+
+
+def test_what_comes_back_in_inference_mode_is_good_for_training() -> None:
+    model, device = nn.Sequential(Exponential()), SimulatedDevice()
+    offload_blocks(model, Exponential, min_bytes=1, keep_last=0, device=device)
+    with device, patch.object(Outbound, "bound", 0):
+        x = torch.ones(4, requires_grad=True)
+        end = model(x)
+        with torch.inference_mode():
+            held = end.grad_fn._saved_result
+        (first,) = torch.autograd.grad(end.sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+    assert held.is_inference() and torch.equal(second, torch.ones(4).exp())
 
 
 def test_stats_are_plain_data_and_every_figure_is_right() -> None:
