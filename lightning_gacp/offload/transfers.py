@@ -4,7 +4,9 @@ Note: [Slot]
     Pinned memory of the host. *out* writes it once; the event ``copied`` marks the end. *in* reads it any number of
     times, each time after ``copied``: HOST_WRITTEN. ``arrived`` marks the end of the last time. When the record has
     died, out waits for ``arrived``, SLOT_READ, and the slot may be given to another tensor. Copies out need no order
-    among themselves, as they are on one stream.
+    among themselves, as they are on one stream. A slab goes only with the engine, and no site is needed then: torch's
+    allocator of pinned memory knows the streams that copied from and to it, and waits for them before it gives the
+    memory to anybody else.
 """
 
 from collections.abc import Callable

@@ -4,26 +4,24 @@ Its memory is that of the CPU, so gradients can be compared bit for bit with tho
 adds are the rules of a real device that code gets wrong. For each, a bug that it would have caught:
 
 1. *A copy runs at any time* between its issue and the moment an event forces it, and no earlier than the waits before
-it
-   in its stream allow. The scheduler decides by its seed: at once, as late as can be, or at random. Work on a compute
-   stream runs when it is issued. (huggingface/diffusers#13502: the consumer did not wait for the transfer stream.)
+   it in its stream allow. The scheduler decides by its seed: at once, as late as can be, or at random. Work on a
+   compute stream runs when it is issued. (huggingface/diffusers#13502: the consumer did not wait for the transfer
+   stream.)
 2. *Every access is an access of the stream it is issued on*: what an operation reads and writes belongs to the stream
-that
-   is current then. (huggingface/trl#7195: saved tensors were cloned on the side stream, and the compute stream was
-   asked for once, at construction.)
+   that is current then. (huggingface/trl#7195: saved tensors were cloned on the side stream, and the compute stream
+   was asked for once, at construction.)
 3. *A wait covers what the event had marked when the wait was issued*, and nothing else orders streams, the order of
    the program least of all. (pytorch/torchtitan#2581: the current stream was asked for inside the side stream's
    context, so a stream waited for itself.)
-4. *A copy keeps no memory alive*: it knows its storages weakly, and when the source is gone it delivers poison. (What
-   `record_stream` or a reference has to prevent.)
+4. *A copy keeps no memory alive*: it knows its storages weakly, and when the source is gone it delivers poison.
+   (pytorch/torchtune#1936: a tensor was let go while another stream was not done with it.)
 5. *Memory belongs to the stream it was allocated on.* When it dies, that stream may overwrite it at once, so its death
-is a
-   write of that stream. (pytorch/torchtune#1867: gradients became NaN because memory was reused while compute still
-   read it; pytorch/pytorch#106360: the destination of a reload was allocated on the copy stream.)
-6. *New memory is poison*, on the device and on the host: NaN in every floating-point format.
+   is a write of that stream. (pytorch/torchtune#1867: gradients became NaN because memory was reused while compute
+   still read it; pytorch/pytorch#106360: the destination of a reload was allocated on the copy stream.)
+6. *New memory is poison*, on the device and on the host: NaN in every floating-point format. (deepspeedai/DeepSpeed
+   #8282: what had been emptied before was used in the recomputation without being filled.)
 7. *Host memory is tracked by bytes*, so two tensors in the same slab do not disturb each other, and two in the same
-slot
-   must be ordered. (pytorch/torchtitan#2581 again: a slot was overwritten while it was being read.)
+   slot must be ordered. (pytorch/torchtitan#2581 again: a slot was overwritten while it was being read.)
 8. *Pinned memory may be refused.* (unslothai/unsloth-zoo#1257: exhausted pinned memory looked like an out-of-memory of
    the device.)
 
