@@ -58,10 +58,7 @@ class AcceleratorDevice:
         """Whether the stream that the calling thread computes on is being captured into a graph."""
         if self.device is None:
             return False
-        stream: Any = self.current_stream()
-        if hasattr(stream, "is_capturing"):  # newer than torch 2.10
-            return bool(stream.is_capturing())
-        return self.kind == "cuda" and torch.cuda.is_current_stream_capturing()
+        return bool(self.current_stream().is_capturing())
 
     def new_stream(self) -> Stream:
         """Make a stream of our own."""

@@ -16,6 +16,7 @@ def parameter(*gradient: float) -> torch.nn.Parameter:
     return made
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.12, though they are asked for
 def test_scale_dense_sparse_and_none():
     sparse = torch.sparse_coo_tensor([[1]], [4.0], (3,), check_invariants=True)
     dense = torch.tensor([1.0, 2.0])

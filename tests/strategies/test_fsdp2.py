@@ -46,14 +46,16 @@ def _train(rank: int, cls: Any, kwargs: Any, cycle: int, defer: bool) -> Any:
     strategy = strategy_of(cycle, defer_gradient_sync=defer)
     trainer = quiet_trainer(strategy=strategy, devices=2, use_distributed_sampler=False)
     scatters = 0
-    original = torch.distributed.reduce_scatter_single
+    # named so since torch 2.13
+    name = "reduce_scatter_single" if hasattr(torch.distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
+    original = getattr(torch.distributed, name)
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal scatters
         scatters += 1
         return original(*args, **kwargs)
 
-    torch.distributed.reduce_scatter_single = counting
+    setattr(torch.distributed, name, counting)
     trainer.fit(module, loader(BATCHES[rank]))
     return [[g.numpy() for g in step] for step in module.seen], trainer.global_step, scatters
 
