@@ -362,6 +362,10 @@ class Twice(nn.Module):
         return SaveAs.apply(SaveAs.apply(x, saved), self.between(saved, self.device))
 
 
+def changed_in_place(saved: Tensor, device: SimulatedDevice) -> Tensor:
+    return saved.add_(1)
+
+
 def doubled_behind_its_back(saved: Tensor, device: SimulatedDevice) -> Tensor:
     """Its own handle on the memory, which counts changes for itself: one, as the other one has."""
     other = saved.data
@@ -380,7 +384,7 @@ def swapped(saved: Tensor, device: SimulatedDevice) -> Tensor:
     return saved
 
 
-@pytest.mark.parametrize("between", [doubled_behind_its_back, swapped])
+@pytest.mark.parametrize("between", [changed_in_place, doubled_behind_its_back, swapped])
 def test_what_is_saved_again_as_something_else_is_not_taken_for_what_it_was(between: Between) -> None:
     device = SimulatedDevice(7)
     model = nn.Sequential(Twice(between, device))
