@@ -238,9 +238,7 @@ class AccumulationMixin(SetUp):
         weight = self._settle(num_items).weight
         for gate in self._gates:
             gate.note_backward()
-        if current.handed_over:
-            items = current.handed_over if self._cycle.loss_reduction == "mean" else 1.0
-            self._running_loss.add(closure_loss, items * current.divided_by)
+        loss = closure_loss
         with self._synced(current.last) if current.manual else _NOTHING:
             if weight == 0:
                 self._backward_without_items(closure_loss, optimizer)
@@ -250,10 +248,18 @@ class AccumulationMixin(SetUp):
             self.pre_backward(closure_loss)
             plugin = self.precision_plugin
             closure_loss = plugin.pre_backward(closure_loss, module)
+            unscaled = closure_loss is loss
             weighted = closure_loss if weight == 1.0 else closure_loss * weight
             plugin.backward(weighted, module, optimizer, *args, **kwargs)
             closure_loss = plugin.post_backward(closure_loss, module)
             self.post_backward(closure_loss)
+        if current.handed_over:
+            items = current.handed_over if self._cycle.loss_reduction == "mean" else 1.0
+            # What Lightning has divided is its own tensor, and the plugin has detached it. The module's own loss, in
+            # manual optimization, may change at any time.
+            self._running_loss.add(
+                closure_loss if unscaled else loss, items * current.divided_by, keep=not current.manual
+            )
         return closure_loss
 
     # ---------------------------------------------------------------- the step

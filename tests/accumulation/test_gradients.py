@@ -111,6 +111,22 @@ def test_prescaled_running_loss_over_two_ranks():
     assert running.mean(cycle).item() == pytest.approx(2.5, rel=1e-7)
 
 
+def test_losses_that_are_kept_are_added_in_their_order_and_in_time():
+    kept, at_once = RunningLoss(), RunningLoss()
+    for step in range(70):
+        loss = torch.tensor(0.1 * step, requires_grad=True)
+        kept.add(loss, 3.0, keep=True)
+        assert len(kept._kept) < 32 and not any(tensor.requires_grad for tensor, _ in kept._kept)
+        own = loss.detach().clone()
+        at_once.add(own, 3.0)
+        own.zero_()  # added already
+    assert kept.total is not None and at_once.total is not None
+    assert torch.equal(kept.total, at_once.total) and kept.total.item() == pytest.approx(3 * 0.1 * 69 * 35, rel=1e-6)
+    kept.add(torch.tensor(1.0), 1.0, keep=True)
+    kept.reset()
+    assert kept.total is None
+
+
 def test_running_loss_leaves_others_out_and_keeps_float64():
     running, cycle = RunningLoss(), AccumulationCycle()
     running.add(torch.ones(3), 1)  # not a mean over anything
