@@ -44,6 +44,9 @@ class MicroBatch(NamedTuple):
     factor: float = 1.0
 
 
+_UNWEIGHTED = MicroBatch(1.0)
+
+
 @dataclass(frozen=True)
 class CycleResult:
     """A finished cycle, for loggers.
@@ -170,7 +173,8 @@ class AccumulationCycle:
             if mean == 0:
                 return MicroBatch(0.0)
             self.reference = mean * divided_by
-        return MicroBatch(self._numerator(items) * divided_by / self.reference)
+        weight = self._numerator(items) * divided_by / self.reference
+        return _UNWEIGHTED if weight == 1.0 else MicroBatch(weight)
 
     def _close(self, items: float, divided_by: float) -> MicroBatch:
         self.closed = True

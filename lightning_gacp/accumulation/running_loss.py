@@ -34,12 +34,12 @@ class RunningLoss:
             self._add_kept()
 
     def _add_kept(self) -> None:
-        for loss, factor in self._kept:
+        kept, self._kept = self._kept, []
+        for loss, factor in kept:
             if self._sum is None or self._sum.device != loss.device:
                 dtype = torch.float64 if loss.dtype == torch.float64 else torch.float32
                 self._sum = torch.zeros((), dtype=dtype, device=loss.device)
             self._sum.add_(loss if loss.ndim == 0 else loss.reshape(()), alpha=factor)
-        self._kept.clear()
 
     def mean(self, cycle: AccumulationCycle) -> Tensor | None:
         """The mean over the cycle's items on this rank: a new 0-dim tensor; ``None`` without items.

@@ -20,6 +20,7 @@ class ItemCount:
 
     Attributes:
         described: What is counted, in words; empty until it is known.
+        announced: Whether all has been said about it.
     """
 
     def __init__(self, counter: Counter | str | None, module: nn.Module) -> None:
@@ -29,6 +30,7 @@ class ItemCount:
             self._counter = EqualWeights()
         self.described = ""
         self._advice = ""
+        self.announced = False
 
     def __call__(self, batch: Any) -> float:
         """Counts a batch on the host.
@@ -73,3 +75,4 @@ class ItemCount:
         if self._advice and length > 1:  # a schedule may begin with cycles of 1
             rank_zero_warn(self._advice)
             self._advice = ""
+        self.announced = not self._advice

@@ -90,23 +90,16 @@ class MicroBatches(CycleBooks):
         """Enters the micro-batch into the cycle at its first loss, and scales the gradients gathered before it."""
         current = self._current
         assert current is not None
-        num_items = current.handed_over if num_items is None else num_items
+        if num_items is None:
+            num_items = current.handed_over
         if current.step is None:
-            items = current.items if num_items is None else float(num_items)
-            if not has_loss:
-                items = 0.0
-            if not isinstance(items, float) and current.length == 1 and self._ranks == 1 and self._guesses:
-                items = 1.0  # nothing is weighted, so nothing needs to be known
-            if isinstance(items, Exception):
-                raise items
-            if items is None:
-                raise MisconfigurationException(
-                    "The items of this micro-batch could not be counted before its forward. Hand the count over with"
-                    ' the loss: `self.manual_backward(loss, num_items=n)`, or return `{"loss": loss, "num_items": n}`.'
-                )
+            items = 0.0
             if has_loss:
+                counted = current.items if num_items is None else float(num_items)
+                items = counted if isinstance(counted, float) else self._without_count(current)
                 assert self._count is not None
-                self._count.announce(type(self).__name__, current.length, handed_over=num_items is not None)
+                if not self._count.announced:
+                    self._count.announce(type(self).__name__, current.length, handed_over=num_items is not None)
             current.handed_over = items
             current.has_loss = has_loss
             step = self._cycle.add(items, current.last, has_loss, current.divided_by)
@@ -124,9 +117,18 @@ class MicroBatches(CycleBooks):
             )
         return current.step
 
+    def _without_count(self, current: Current) -> float:
+        """The items of a micro-batch whose batch gave no count, where that is no matter."""
+        if current.length == 1 and self._ranks == 1 and self._guesses:
+            return 1.0  # nothing is weighted, so nothing needs to be known
+        if isinstance(current.items, Exception):
+            raise current.items
+        raise MisconfigurationException(
+            "The items of this micro-batch could not be counted before its forward. Hand the count over with"
+            ' the loss: `self.manual_backward(loss, num_items=n)`, or return `{"loss": loss, "num_items": n}`.'
+        )
+
     def _scale_gathered(self, factor: float) -> None:
-        if factor == 1.0:
-            return
         # Through a dict: a parameter of two optimizers is scaled once.
         parameters = dict.fromkeys(parameter for gate in self._gates for parameter in gate.parameters)
         aside = [gradient for gate in self._gates for gradient in gate.aside.tensors()]
@@ -141,11 +143,13 @@ class MicroBatches(CycleBooks):
         current = self._current
         if current is None or not current.last:
             return True
-        self._settle(has_loss=False)
-        factor, self._factor_due = self._factor_due, 1.0
-        self._scale_gathered(factor)
+        if current.step is None:
+            self._settle(has_loss=False)
+        if self._factor_due != 1.0:
+            factor, self._factor_due = self._factor_due, 1.0
+            self._scale_gathered(factor)
         if not self._cycle.empty:
-            return gate is None or not self._skips_non_finite(gate)
+            return gate is None or not self.settings.skip_non_finite or not self._skips_non_finite(gate)
         if not self._step_skipped:
             self._step_skipped = True
             number = self._cycle.micro_batches
@@ -156,8 +160,6 @@ class MicroBatches(CycleBooks):
         return False
 
     def _skips_non_finite(self, gate: OptimizerGate) -> bool:
-        if not self.settings.skip_non_finite:
-            return False
         if not self._not_finite:
             tensors = [self._running_loss.total]
             if getattr(self.precision_plugin, "scaler", None) is None:

@@ -155,18 +155,19 @@ class AccumulationMixin(SetUp):
                 say_what_batch_norm_sees(trainer)
         if self._scaling is not None:
             self._scaling.finish()
-        if self._cycle.closed:
+        cycle = self._cycle
+        if cycle.closed:
             self._check_regular()
             self._check_leaks()
             self._finish_cycle()
             self._start_cycle()
-        elif self._cycle.open and (ready - 1) % trainer.accumulate_grad_batches == 0:
+        elif cycle.micro_batches > 0 and (ready - 1) % trainer.accumulate_grad_batches == 0:
             # At 1 an epoch begins; elsewhere its last micro-batch was skipped (`None`), or its closure never called.
             self._discard(
                 f"{'the epoch ended' if ready == 1 else 'nothing was trained on at its end, and so it ended'}"
                 " inside a cycle"
             )
-        if not self._cycle.open:
+        if cycle.micro_batches == 0:
             self._release_gradients()
         for gate in self._gates:
             gate.start_micro_batch()
