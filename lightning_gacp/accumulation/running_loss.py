@@ -41,18 +41,21 @@ class RunningLoss:
                 self._sum = torch.zeros((), dtype=dtype, device=loss.device)
             self._sum.add_(loss if loss.ndim == 0 else loss.reshape(()), alpha=factor)
 
-    def mean(self, cycle: AccumulationCycle) -> Tensor | None:
-        """The mean over the cycle's items on this rank: a new 0-dim tensor; ``None`` without items.
+    @staticmethod
+    def items_of(cycle: AccumulationCycle) -> float:
+        """What the sum of a cycle's losses is to be divided by, for their mean over the items of this rank.
 
         ``add`` must have been given ``num_items`` as factor for mean losses, and 1 for sums and prescaled losses.
         """
-        total = self.total
-        if total is None or cycle.items == 0:
-            return None
-        if cycle.loss_reduction != "prescaled":
-            return total / cycle.items
+        if cycle.loss_reduction != "prescaled" or cycle.items == 0:
+            return cycle.items
         # Prescaled losses were divided by all items that the step averages over.
-        return total * ((cycle.total_items if cycle.average_across_ranks else cycle.items) / cycle.items)
+        return cycle.items / (cycle.total_items if cycle.average_across_ranks else cycle.items)
+
+    def mean(self, items: float) -> Tensor | None:
+        """The sum over ``items``: a new 0-dim tensor; ``None`` without items or losses."""
+        total = self.total
+        return None if total is None or items == 0 else total / items
 
     @property
     def total(self) -> Tensor | None:
@@ -64,8 +67,3 @@ class RunningLoss:
         """Continues from a sum that ``total`` gave."""
         self._kept.clear()
         self._sum = None if total is None else torch.tensor(total, device=device)
-
-    def reset(self) -> None:
-        """Starts the next cycle."""
-        self._kept.clear()
-        self._sum = None

@@ -7,6 +7,7 @@ and ends a fit, and ``mixin.py`` has the hooks of training, in the order in whic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,8 @@ class CycleBooks(_Base):
         self._factor_due = 1.0
         self._total_of_cycle = 0.0
         self._cycles = 0
-        self.cycle_result: CycleResult | None = None
+        self._result: CycleResult | None = None
+        self._ended: Callable[[], CycleResult] | None = None  # makes the result of the last cycle
         self.lost_micro_batches = 0
         self.skipped_cycles = 0
         self._not_finite = False  # whether this cycle has been found so
@@ -187,27 +189,29 @@ class CycleBooks(_Base):
             progress.ready -= 1
             progress.completed -= 1
 
+    @property
+    def cycle_result(self) -> CycleResult | None:
+        """The last finished cycle; made when it is asked for, because to add up its losses takes time."""
+        if self._ended is not None:
+            self._result, self._ended = self._ended(), None
+        return self._result
+
     def _finish_cycle(self) -> None:
         """Publishes the result of a closed cycle, once."""
         if self._finished or not self._cycle.closed:
             return
         self._finished = True
-        cycle = self._cycle
-        self.cycle_result = CycleResult(
-            index=self._cycles,
-            micro_batches=cycle.micro_batches,
-            num_items=cycle.items,
-            total_items=cycle.total_items,
-            stepped=not self._step_skipped,
-            loss=self._running_loss.mean(cycle),
-        )
+        cycle, loss = self._cycle, self._running_loss
+        numbers = (self._cycles, cycle.micro_batches, cycle.items, cycle.total_items, not self._step_skipped)
+        items = loss.items_of(cycle)
+        self._ended = lambda: CycleResult(*numbers, loss.mean(items))
         self._cycles += 1
 
     def _start_cycle(self) -> None:
         self._cycle.reset()
         self._finished = self._not_finite = False
         self._current = None
-        self._running_loss.reset()
+        self._running_loss = RunningLoss()
         for gate in self._gates:
             gate.start_cycle()
             gate.aside.clear()
