@@ -7,7 +7,6 @@ and ends a fit, and ``mixin.py`` has the hooks of training, in the order in whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +79,8 @@ class CycleBooks(_Base):
         self._total_of_cycle = 0.0
         self._cycles = 0
         self._result: CycleResult | None = None
-        self._ended: Callable[[], CycleResult] | None = None  # makes the result of the last cycle
+        # The last cycle, until its result is asked for: the first fields of the result, its losses and their items.
+        self._ended: tuple[tuple[int, int, float, float, bool], RunningLoss, float] | None = None
         self.lost_micro_batches = 0
         self.skipped_cycles = 0
         self._not_finite = False  # whether this cycle has been found so
@@ -193,7 +193,8 @@ class CycleBooks(_Base):
     def cycle_result(self) -> CycleResult | None:
         """The last finished cycle; made when it is asked for, because to add up its losses takes time."""
         if self._ended is not None:
-            self._result, self._ended = self._ended(), None
+            (numbers, loss, items), self._ended = self._ended, None
+            self._result = CycleResult(*numbers, loss.mean(items))
         return self._result
 
     def _finish_cycle(self) -> None:
@@ -203,8 +204,7 @@ class CycleBooks(_Base):
         self._finished = True
         cycle, loss = self._cycle, self._running_loss
         numbers = (self._cycles, cycle.micro_batches, cycle.items, cycle.total_items, not self._step_skipped)
-        items = loss.items_of(cycle)
-        self._ended = lambda: CycleResult(*numbers, loss.mean(items))
+        self._ended = numbers, loss, loss.items_of(cycle)
         self._cycles += 1
 
     def _start_cycle(self) -> None:

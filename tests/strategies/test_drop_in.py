@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 
@@ -55,6 +57,19 @@ def test_stand_in_for_a_module_is_connected() -> None:
     strategy, stand_in = GACPStrategy(), Mock(spec=BoringModel)
     strategy.connect(stand_in)
     assert strategy.lightning_module is stand_in
+
+
+@pytest.mark.parametrize("module_class", [BoringModel, ManualOptimBoringModel])
+def test_trainer_is_pickled_and_copied_after_a_fit(module_class: type[BoringModel]) -> None:
+    """To `torch.save` a module that has trained does the same. The last cycle's result was not asked for before."""
+    trainer = Trainer(strategy=GACPStrategy(2), max_epochs=1, limit_train_batches=4, limit_val_batches=0, **QUIET)
+    trainer.fit(module_class())
+    twins = pickle.loads(pickle.dumps(trainer)), copy.deepcopy(trainer)
+    result = trainer.strategy.cycle_result  # type: ignore[attr-defined]
+    assert result.index == 1 and result.loss is not None
+    for twin in twins:
+        theirs = twin.strategy.cycle_result
+        assert theirs.index == 1 and torch.equal(theirs.loss, result.loss)
 
 
 @pytest.mark.parametrize("strategy_class", [GACPModelParallelStrategy, GACPFSDPStrategy])
