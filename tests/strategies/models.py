@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -95,6 +96,23 @@ class Manual(Automatic):
         if self.trailing:
             optimizer.zero_grad()
         return loss
+
+
+class BoringEitherWay(BoringModel):
+    """Lightning's little model, in automatic optimization or by hand."""
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(output["loss"])
+            optimizer.step()
+        return output
 
 
 def reference_run(

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gacp.strategies import GACPFSDPStrategy, GACPModelParallelStrategy, GACPStrategy
 from lightning_gacp.strategies.schedulers import gate_scheduler, release_scheduler
+from tests.strategies.models import BoringEitherWay
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -141,21 +142,8 @@ def test_scheduler_with_a_step_that_is_no_method() -> None:
     assert type(scheduler) is Static
 
 
-class Interrupted(BoringModel):
+class Interrupted(BoringEitherWay):
     """Ends the run between the backward and the step of the third batch."""
-
-    def __init__(self, automatic: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = automatic
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(output["loss"])
-            optimizer.step()
-        return output
 
     def on_after_backward(self) -> None:
         if self.global_step == 2:

@@ -16,6 +16,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import lightning_gacp  # noqa: F401 - it registers the strategies
+from tests.strategies.models import BoringEitherWay
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -49,20 +50,7 @@ class HalfSteps(Optimizer):
         return output
 
 
-class Halved(BoringModel):
-    def __init__(self, automatic: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = automatic
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(output["loss"])
-            optimizer.step()
-        return output
-
+class Halved(BoringEitherWay):
     def configure_optimizers(self) -> Any:
         self.optimizer = HalfSteps(SGD(self.parameters(), lr=0.1))
         return self.optimizer
