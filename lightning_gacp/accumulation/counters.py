@@ -154,11 +154,11 @@ def find_in_batch(batch: Any, key: str | int, counter: Any) -> Tensor:
     """
     labels: Any = None
     # Lists and tuples first: to ask an abstract class takes longer than all the rest.
-    if not isinstance(batch, (list, tuple)) and isinstance(batch, Mapping):
-        labels = batch.get(key)
-    elif isinstance(batch, (list, tuple)) or (isinstance(batch, Sequence) and not isinstance(batch, str)):
+    if isinstance(batch, (list, tuple)) or (isinstance(batch, Sequence) and not isinstance(batch, str)):
         if isinstance(key, int) and -len(batch) <= key < len(batch):
             labels = batch[key]
+    elif isinstance(batch, Mapping):
+        labels = batch.get(key)
     elif isinstance(key, str):
         labels = getattr(batch, key, None)
     if isinstance(labels, list) and all(isinstance(label, int) for label in labels):

@@ -112,8 +112,8 @@ class GACPDDPStrategy(SumsOnHost, AccumulationMixin, DDPStrategy):
         parameters: list[Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not model.find_unused_parameters:
             return parameters
-        aside = {parameter for gate in self._gates for parameter in gate.aside.parameters()}
-        used = [parameter for parameter in parameters if parameter.grad is not None or parameter in aside]
+        # What is set aside has left zeros in its place: see `_synced`.
+        used = [parameter for parameter in parameters if parameter.grad is not None]
         return used or parameters[:1]  # the reduction starts at the first of them
 
     @classmethod

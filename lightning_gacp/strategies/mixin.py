@@ -24,10 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gacp.accumulation.cycle import LossReduction
-from lightning_gacp.strategies.advice import (
-    say_what_batch_norm_sees,
-    say_what_changes_nothing,
-)
+from lightning_gacp.strategies.advice import say_what_batch_norm_sees, say_what_changes_nothing
 from lightning_gacp.strategies.fetching import CountingIterator, fetches_itself
 from lightning_gacp.strategies.gates import NothingToStep
 from lightning_gacp.strategies.grad_dtype import accumulate_in, cast_to_own

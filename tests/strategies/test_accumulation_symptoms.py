@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gacp import GACPStrategy
@@ -158,64 +158,45 @@ def test_an_endless_stream_ends_with_max_steps(cls: type[Automatic]) -> None:
 # ---------------------------------------------------------------- memory and speed
 
 
-class Watched(Automatic):
-    """Notes how many activations of earlier micro-batches are alive when a forward begins."""
+class Silent(Manual):
+    """Returns nothing."""
 
-    def __init__(self, manual: bool, returns: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = not manual
-        self.returns = returns
-        self.kept: list[StorageWeakRef] = []
-        self.alive: list[int] = []
-
-    def noted(self, inputs: Tensor) -> Tensor:
-        hidden = self.net[:3](inputs)  # which both layers around it keep for their backwards
-        self.kept.append(StorageWeakRef(hidden.untyped_storage()))
-        return self.net[3](hidden)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.alive.append(sum(not storage.expired() for storage in self.kept))
-        loss = self.loss(self.noted, batch)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss if self.returns else None
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(("manual", "returns"), [(False, True), (True, True), (True, False)])
-def test_no_graph_outlives_its_micro_batch(manual: bool, returns: bool) -> None:
+@pytest.mark.parametrize("cls", [*BOTH, Silent])
+def test_no_graph_outlives_its_micro_batch(cls: type[Automatic]) -> None:
     """torchtune 1917: the graphs of a whole cycle were alive at its end."""
-    module = Watched(manual, returns)
-    quiet_trainer(strategy=GACPStrategy(CYCLE, num_items="labels")).fit(module, loader(ragged_batches(LENGTHS)))
-    assert module.alive == [0] * len(LENGTHS)
+    kept: list[StorageWeakRef] = []
+    alive: list[int] = []
 
+    def watched(net: Any, batch: Any) -> Tensor:
+        alive.append(sum(not storage.expired() for storage in kept))
 
-class _ReadsOfNumbers(TorchDispatchMode):
-    """Counts the times that a number is read out of a tensor: on an accelerator each waits for the device."""
+        def noted(inputs: Tensor) -> Tensor:
+            hidden = net[:3](inputs)  # which both layers around it keep for their backwards
+            kept.append(StorageWeakRef(hidden.untyped_storage()))
+            return net[3](hidden)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+        return loss_of(noted, batch)  # type: ignore[arg-type]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+    strategy = GACPStrategy(CYCLE, num_items="labels")
+    quiet_trainer(strategy=strategy).fit(cls(loss=watched), loader(ragged_batches(LENGTHS)))
+    assert alive == [0] * len(LENGTHS)
 
 
 @pytest.mark.parametrize("cls", BOTH)
-def test_no_number_is_read_from_the_device(cls: type[Automatic]) -> None:
+def test_no_number_is_read_from_the_device(cls: type[Automatic], benchmark_script: Callable[[str], Any]) -> None:
     """transformers 36861: a count read in each cycle cost throughput. `skip_non_finite` says that it asks once."""
     strategies: dict[str, Any] = {
         "theirs": "auto",
         "ours": GACPStrategy(CYCLE, num_items="labels"),
         "asking": GACPStrategy(CYCLE, num_items="labels", skip_non_finite=True),
     }
-    reads = {}
+    reads, counted = {}, benchmark_script("accumulation_overhead").Reads
     for name, strategy in strategies.items():
-        with _ReadsOfNumbers() as mode:
+        with counted() as mode:
             quiet_trainer(strategy=strategy).fit(cls(), loader(ragged_batches([*LENGTHS[:-1], 80])))
         reads[name] = mode.count
     assert reads["ours"] == reads["theirs"] and reads["asking"] == reads["theirs"] + 3
@@ -237,36 +218,24 @@ class _LossInOutput(torch.autograd.Function):
         return grads[0] + grads[1]
 
 
-class KeepsLoss(Automatic):
-    def __init__(self, manual: bool, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.automatic_optimization = not manual
-        self.kept: list[tuple[Tensor, float]] = []
-        self.shown: list[float] = []
+@pytest.mark.parametrize("cls", BOTH)
+def test_a_loss_that_is_a_view_is_not_scaled_in_place(cls: type[Automatic]) -> None:
+    """unsloth: "a view was modified in place"; nor is what callbacks are shown, which Lightning has divided by 4."""
+    kept: list[tuple[Tensor, float]] = []
+    shown: list[float] = []
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = _LossInOutput.apply(self.loss(self.net, batch))[0]  # type: ignore[no-untyped-call]
-        self.kept.append((loss.detach(), loss.item()))  # the same memory, and the value
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
+    def viewed(net: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = _LossInOutput.apply(loss_of(net, batch))[0]  # type: ignore[no-untyped-call]
+        kept.append((loss.detach(), loss.item()))  # the same memory, and the value
         return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.shown.append(outputs["loss"].item())
-
-
-@pytest.mark.parametrize("manual", [False, True])
-def test_a_loss_that_is_a_view_is_not_scaled_in_place(manual: bool) -> None:
-    """unsloth: "a view was modified in place"; nor is what callbacks are shown, which Lightning has divided by 4."""
     batches = ragged_batches(LENGTHS)
-    module = KeepsLoss(manual, dtype=torch.float64)
-    quiet_trainer(strategy=GACPStrategy(CYCLE, num_items="labels")).fit(module, loader(batches))
-    values = [value for _, value in module.kept]
-    assert [loss.item() for loss, _ in module.kept] == values
-    assert module.shown == [value if manual else value / CYCLE for value in values]
+    module = cls(dtype=torch.float64, loss=viewed)
+    show = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *_: shown.append(outputs["loss"].item()))
+    quiet_trainer(strategy=GACPStrategy(CYCLE, num_items="labels"), callbacks=[show]).fit(module, loader(batches))
+    values = [value for _, value in kept]
+    assert [loss.item() for loss, _ in kept] == values
+    assert shown == [value if cls is Manual else value / CYCLE for value in values]
     for found, wanted in zip(module.seen, reference_run(batches, CYCLE, dtype=torch.float64)[0], strict=True):
         assert relative_error(found, wanted) < 1e-12
 

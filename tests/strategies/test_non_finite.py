@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gacp import GACPStrategy
 from lightning_gacp.strategies import micro_batch
+from tests.strategies.models import quiet_trainer
 
 
 class Breaks(L.LightningModule):
@@ -28,16 +29,8 @@ class Breaks(L.LightningModule):
 
 
 def train(well: frozenset[int], micro_batches: int = 40) -> L.Trainer:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        strategy=GACPStrategy(accumulate_grad_batches=2, skip_non_finite=True),
-        max_steps=10**6,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    strategy = GACPStrategy(accumulate_grad_batches=2, skip_non_finite=True)
+    trainer = quiet_trainer(strategy=strategy, max_steps=10**6)
     trainer.fit(Breaks(well), DataLoader(torch.ones(micro_batches, 2)))
     return trainer
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
@@ -16,19 +15,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import lightning_gacp  # noqa: F401 - it registers the strategies
-from tests.strategies.models import BoringEitherWay
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "devices": 1,
-    "logger": False,
-    "max_epochs": 1,
-    "limit_train_batches": 4,
-    "limit_val_batches": 0,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
+from tests.strategies.models import BoringEitherWay, quiet_trainer
 
 
 class HalfSteps(Optimizer):
@@ -60,7 +47,7 @@ def _trained(model: BoringModel, strategy: str, **settings: Any) -> Tensor:
     torch.manual_seed(1)
     torch.nn.init.ones_(model.layer.weight)
     torch.nn.init.zeros_(model.layer.bias)
-    Trainer(strategy=strategy, **QUIET, **settings).fit(model)
+    quiet_trainer(strategy=strategy, limit_train_batches=4, limit_val_batches=0, **settings).fit(model)
     return model.layer.weight.detach().clone()
 
 
