@@ -98,7 +98,7 @@ class AccumulationMixin(SetUp):
         self._forget()
         self._cycles = self.lost_micro_batches = self.skipped_cycles = 0
         self._skips_backward = False
-        self._skipped_last = -1
+        self._skipped_last, self._skipped_in_a_row = -1, 0
         if self._trainer.fit_loop.restarted_mid_epoch:
             self._follow_schedule()
             follow_schedulers_again(self._trainer)

@@ -52,3 +52,13 @@ def test_one_finite_cycle_begins_the_count_anew() -> None:
     trainer = train(well=frozenset({8, 9, 18, 19, 28, 29}), micro_batches=38)
     assert trainer.strategy.skipped_cycles == 16  # type: ignore[attr-defined]
     assert trainer.global_step == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*micro-batch.*lost")
+def test_each_fit_counts_from_the_beginning() -> None:
+    strategy = GACPStrategy(accumulate_grad_batches=2, skip_non_finite=True)
+    trainer = quiet_trainer(strategy=strategy, max_steps=10**6)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="5 cycles in a row"):
+            trainer.fit(Breaks(well=frozenset()), DataLoader(torch.ones(40, 2)))
+        assert strategy.skipped_cycles == 5
